@@ -1,9 +1,8 @@
 """Which private names of torch the package uses: `python tests/private_torch_names.py` prints a table of names and files.
 
-Imported and dotted names (`torch._C._x`) are followed through aliases, and those that `find_private` looks up by their text count too.
-Private attributes of objects (`tensor._is_view()`) have no type
-in the syntax tree: an attribute counts as torch's if nothing in the package defines it, or if it is read from another object than
-`self` and is among the attributes of torch's usual classes.
+Imported and dotted names (`torch._C._x`) are followed through aliases, and those that `find_private` and `check_names` look up by their
+text count too. Private attributes of objects (`tensor._is_view()`) have no type in the syntax tree: an attribute counts as torch's if
+nothing in the package defines it, or if it is read from another object than `self` and is among the attributes of torch's usual classes.
 """
 
 from __future__ import annotations
@@ -69,15 +68,19 @@ def read_texts(tree: ast.AST, *functions: str) -> Iterator[str]:
                 part.value
                 for argument in node.args
                 for part in ast.walk(argument)
-                if isinstance(part, ast.Constant) and isinstance(part.value, str) and not isinstance(argument, ast.JoinedStr)
+                if isinstance(part, ast.Constant) and isinstance(part.value, str) and not _is_formatted(argument)
             )
+
+
+def _is_formatted(argument: ast.AST) -> bool:
+    return any(isinstance(part, ast.JoinedStr) for part in ast.walk(argument))
 
 
 def find_dotted(tree: ast.AST) -> Iterator[str]:
     """Yield the private names that a file imports, reaches from `torch`, or looks up."""
     aliases = read_aliases(tree)
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    full_names = set(aliases.values()) | set(read_texts(tree, "find_private"))
+    full_names = set(aliases.values()) | set(read_texts(tree, "find_private", "check_names"))
     full_names |= {name for node in ast.walk(tree) if id(node) not in inner and (name := spell(node, aliases)) is not None}
     for name in full_names:
         if any(map(is_private, name.split("."))):

@@ -15,10 +15,10 @@ class PenstockError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Errors go between processes, also those that are made of other things than their text."""
-        return _rebuilt, (type(self), self.args, self.__dict__)
+        return _rebuild, (type(self), self.args, self.__dict__)
 
 
-def _rebuilt(kind: type[PenstockError], args: tuple[Any, ...], state: dict[str, Any]) -> PenstockError:
+def _rebuild(kind: type[PenstockError], args: tuple[Any, ...], state: dict[str, Any]) -> PenstockError:
     error = kind.__new__(kind, *args)
     error.__dict__.update(state)
     return error

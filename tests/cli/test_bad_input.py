@@ -84,7 +84,7 @@ OPTIONS = [
     (("verify", "zbv", "--memory-limit", -4), 2, "'-4' is not a size"),
     (("verify", "zbv", "--semantics", "both2"), 2, "'both2' is not one of"),
     (("simulate", "zbv", "--costs", "f=-1"), 2, "--costs: f must be a finite number of at least 0, got -1"),
-    (("simulate", "zbv", "--costs", "latncy=1"), 2, "there is no cost 'latncy': did you mean 'latency'"),
+    (("simulate", "zbv", "--costs", "latncy=1"), 2, "there is no field 'latncy': did you mean 'latency'"),
     (("simulate", "zbv", "--unit", "hours"), 2, "unit must be one of s, ms, us, ns, got 'hours'"),
     (("simulate", "zbv", "-o", "a.gif"), 2, "the suffix is not one of .trace.json, .json, .svg, .pdf, .png, .html"),
     (("compare",), 2, "Missing argument 'NAME|FILE'"),

@@ -39,7 +39,7 @@ def test_files(tmp_path, suffix):
         ("", "'' is not NAME=VALUE"),
         ("f=1,,w=2", "'' is not NAME=VALUE"),
         ("f=1,f=2", "f is given twice"),
-        ("forward=1", "there is no cost 'forward'"),
+        ("forward=1", "there is no field 'forward'"),
         ("latncy=1", "did you mean 'latency'"),
         ("f=much", "f must be a number"),
         ("f=-1", "f must be a finite number of at least 0"),

@@ -165,6 +165,27 @@ def test_sums_in_float32_over_data_ranks(workers: Workers, name: str, shard: boo
             assert float((grad == totals[key].to(HALF)).float().mean()) > 0.9, key
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "chimera"])
+def test_gradients_in_the_dtype_that_their_parameters_name(workers: Workers, name: str) -> None:
+    """`grad_dtype` of torch: parameters in bfloat16 whose gradients autograd keeps in float32, over data ranks and copies of a stage."""
+    made = schedule(name, 2)
+    model, (x, y) = perceptrons(made.stages, HALF), batch(16, HALF)
+
+    def train() -> dict[str, Tensor]:
+        mesh, mine = mesh_of(pp=2, dp=2), copy.deepcopy(model)
+        for parameter in mine.parameters():
+            parameter.grad_dtype = torch.float32
+        pipe = Pipeline(mine, made, loss_fn=functional.mse_loss, mesh=mesh)
+        part, target = split_over(mesh, x, y, (8, 8))
+        pipe.step(part, target=target)
+        return {key: parameter.grad for key, parameter in pipe.local_parameters()}
+
+    totals = summed(model, x, y, 8)
+    for theirs in workers.run(train):
+        for key, grad in theirs.items():
+            torch.testing.assert_close(grad, totals[key], rtol=1e-5, atol=1e-7, msg=key)
+
+
 @pytest.mark.parametrize("name", ["chimera", "dualpipe"])
 def test_sums_in_float64_over_data_ranks_and_copies(workers: Workers, name: str) -> None:
     """Microbatches, data ranks and both copies of a stage, then rounded once; in double no sum depends on its order."""
@@ -287,6 +308,26 @@ def test_found_by_one_process_skipped_by_all(workers: Workers, victim: int, fuse
     for moved, scales in workers.run(train):
         assert moved == [True, False, True, True]
         assert scales == [256.0, 128.0, 128.0, 256.0]
+
+
+def test_sparse_gradients_are_unscaled() -> None:
+    """An embedding whose gradient holds one row twice: coalesced before the sum of the rows is checked for infinities."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 5, sparse=True), nn.Linear(5, 5))
+    x, y = torch.tensor([1, 3, 3, 6]), torch.randn(4, 5)
+    functional.mse_loss(model(x), y).backward()
+    expected = {key: parameter.grad.to_dense() for key, parameter in model.named_parameters()}
+
+    def train() -> dict[str, Tensor]:
+        pipe = Pipeline(copy.deepcopy(model), schedule("1f1b", 2), microbatches=2, loss_fn=functional.mse_loss)
+        scaler = GradScaler(pipe, init_scale=1024.0)
+        pipe.step(x, target=y)
+        scaler.unscale_(torch.optim.SGD(pipe.parameters(), 0.1))
+        return {key: parameter.grad.to_dense() for key, parameter in pipe.local_parameters()}
+
+    for grads in launch(train, ranks=2):
+        for key, grad in grads.items():
+            torch.testing.assert_close(grad, expected[key], msg=key)
 
 
 def test_scaler_state_travels() -> None:

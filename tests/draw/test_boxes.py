@@ -8,7 +8,7 @@ import pytest
 
 import penstock as ps
 from draw.samples import SAMPLES
-from penstock.draw.boxes import collective_boxes, compute_boxes, optimizer_boxes, widest_label
+from penstock.draw.boxes import collective_boxes, compute_boxes, make_widest_label, optimizer_boxes
 from penstock.ir.kind import Kind
 
 
@@ -57,7 +57,7 @@ def test_labels_name_the_slice(microbatches, slices):
     actions = [span.action for rank in range(2) for span in timeline.spans(rank)]
     assert labels == [str(action).split(action.kind.name)[1] for action in actions]
     assert boxes.unit_widths().tolist() == list(map(len, labels))
-    assert len(widest_label(timeline.table)) == max(map(len, labels))
+    assert len(make_widest_label(timeline.table)) == max(map(len, labels))
 
 
 def test_pictures_and_traces_name_slices(tmp_path):

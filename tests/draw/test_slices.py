@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draw.samples import SAMPLES
-from penstock.draw.boxes import main_class, most_held, shares
+from penstock.draw.boxes import find_most_held, main_class, shares
 
 Box = tuple[int, int, float, float]
 
@@ -67,7 +67,7 @@ def test_most_held_equals_the_maximum_over_all_changes(name, columns):
     for rank in range(timeline.ranks):
         curve = timeline.memory(rank)
         changes = list(zip(curve.times.tolist(), curve.total.tolist(), strict=True))
-        most = most_held(curve, edges)
+        most = find_most_held(curve, edges)
         for column in range(columns):
             low, high = edges[column], edges[column + 1]
             before = [held for time, held in changes if time < low][-1:] or [0.0]

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from draw.samples import SAMPLES
-from penstock.draw.summary import fullest_rank, shape_of, summarize, summary_rows, title_of
+from penstock.draw.summary import find_fullest_rank, shape_of, summarize, summary_rows, title_of
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -17,7 +17,7 @@ def test_data_is_plain_and_equals_the_timeline_s(name):
     assert json.loads(json.dumps(said)) == said
     for key in ("makespan", "bubble", "span_bubble", "peak_memory", "idle_by_cause"):
         assert said[key] == getattr(timeline, key)
-    assert said["peak"] == max(timeline.peak_memory) == timeline.peak_memory[fullest_rank(timeline)]
+    assert said["peak"] == max(timeline.peak_memory) == timeline.peak_memory[find_fullest_rank(timeline)]
     assert sum(said["idle_by_cause"].values()) == pytest.approx(timeline.bubble * timeline.ranks * timeline.makespan)
 
 

@@ -345,10 +345,10 @@ def test_a_layout_of_another_model_is_refused(text: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("parts", "error", "reason"),
     [
-        ("{}", FileFormatError, "no list of lists"),
-        ("[]", FileFormatError, "no list of lists"),
-        ("[[1]]", FileFormatError, "no list of lists"),
-        ("[", FileFormatError, "not JSON"),
+        ("{}", FileFormatError, "not a list of lists"),
+        ("[]", FileFormatError, "not a list of lists"),
+        ("[[1]]", FileFormatError, "not a list of lists"),
+        ("[", FileFormatError, "not a JSON list of lists"),
         (
             '[["tok_embeddings", "layers.1"], ["layers.0", "norm", "lm_head"]]',
             PlacementError,

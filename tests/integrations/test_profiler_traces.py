@@ -120,7 +120,7 @@ def spoil(text: str) -> Callable[[Path], None]:
     ("spoilt", "reason"),
     [
         (spoil("{"), "not a trace of torch.profiler"),
-        (spoil("[]"), "it has no traceEvents"),
+        (spoil("[]"), "the data must be an object, got a list"),
         (
             spoil('{"traceEvents": [7, {"ph": "X"}, {"ph": "X", "name": "PP:0F0", "ts": "early"}], "distributedInfo": {"rank": 0}}'),
             "no range of a pipeline",

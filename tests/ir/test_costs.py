@@ -69,6 +69,11 @@ def test_a_sequence_is_one_value_a_stage(values: list[float]) -> None:
         costs.of_stage("activation", len(values))
 
 
+def test_a_stage_that_a_rank_runs_for_several_copies_counts_once() -> None:
+    placement = ps.Placement.custom([0, 3, 4], [2, 3, 4], [1, 3, 5])
+    assert Costs(parameters=[1.0, 10.0, 100.0]).per_rank("parameters", placement).tolist() == [1.0, 1.0, 1.0, 10.0, 100.0, 100.0]
+
+
 WRONG = [-1, -0.5, math.nan, math.inf, -math.inf, "1", True, {}, b"1", np.float64("nan"), np.bool_(True)]
 
 
@@ -202,8 +207,8 @@ def test_a_file_as_people_write_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("costs.toml", "latencey = 1", "no cost 'latencey': did you mean 'latency'"),
-        ("costs.json", '{"F": 1}', "no cost 'F': did you mean 'f'"),
+        ("costs.toml", "latencey = 1", "no field 'latencey': did you mean 'latency'"),
+        ("costs.json", '{"F": 1}', "no field 'F': did you mean 'f'"),
         ("costs.json", '{"weight-stash": 1}', "did you mean 'weight_stash'"),
         ("costs.toml", "f = -1", "f must be a finite number of at least 0, got -1"),
         ("costs.toml", "f = nan", "f must be a finite number"),
@@ -217,7 +222,7 @@ def test_a_file_as_people_write_it(tmp_path: Path) -> None:
         ("costs.toml", 'contention = "ring"', "contention must be one of"),
         ("costs.toml", "bandwidth = 0", "bandwidth must be more than 0"),
         ("costs.toml", "[f]\nx = 1", "f must be a number"),
-        ("costs.json", "[]", "costs are a table of names and values, got list"),
+        ("costs.json", "[]", "costs: the data must be an object, got a list"),
         ("costs.json", "{", "line 1"),
         ("costs.json", "", "it is empty"),
         ("costs.toml", "f = = 1", "line 1"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ir.naive import NaiveLinks, lowered_rows, naive_links, shared_rows
 from ir.strategies import graphs, packed, placements, row_lists
 from penstock.ir.action import Action, pack_action, unpack_actions
-from penstock.ir.dependencies import Linker, Links, message_code, needs, peer_stages, towards
+from penstock.ir.dependencies import Linker, Links, find_direction, message_code, needs, peer_stages
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import RECEIVES, SENDS, Kind
 from penstock.ir.placement import Placement
@@ -108,7 +108,7 @@ def test_the_rules_in_words(action: str, wanted: list[str]) -> None:
 def test_the_peer_is_written_only_where_it_is_not_the_neighbour(kind: Kind, stage: int, other: int, microbatch: int) -> None:
     if stage == other:
         other += 1
-    neighbour = stage + towards(kind)
+    neighbour = stage + find_direction(kind)
     code = int(message_code(kind, stage, other, microbatch))
     wanted = Action(stage, kind, microbatch, peer=None if other == neighbour else other)
     assert code == pack_action(wanted)[0]

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
-from penstock.ir.program import Buffers, Program
+from penstock.ir.program import BufferCounts, Program
 from penstock.ir.rows import pack_rows
 from penstock.ir.schedule import Schedule
 
 ROWS = [["0UNSHARD", "0F0", "0SEND_F0", "0RECV_B0", "0B0", "0REDUCE_GRAD", "0RESHARD"], ["1RECV_F0", "1F0", "1B0", "1SEND_B0"]]
 counts = st.dictionaries(st.integers(0, 9), st.integers(0, 9), max_size=3)
 buffers = st.builds(
-    Buffers,
+    BufferCounts,
     st.lists(counts, max_size=3).map(tuple),
     st.lists(counts, max_size=3).map(tuple),
     st.dictionaries(st.tuples(st.integers(0, 9), st.integers(0, 9), st.sampled_from((Kind.SEND_F, Kind.SEND_B))), st.integers(1, 9)),
@@ -38,7 +38,7 @@ def test_the_schedule_of_a_program_is_its_compute_actions() -> None:
 
 
 def test_new_rows_drop_the_buffers_counted_for_the_old() -> None:
-    held = Buffers(({0: 1}, {1: 1}), ({0: 1}, {}), {(0, 1, Kind.SEND_F): 1})
+    held = BufferCounts(({0: 1}, {1: 1}), ({0: 1}, {}), {(0, 1, Kind.SEND_F): 1})
     program = Program(pack_rows(ROWS), Placement.linear(2), 1, passes="send-receive", buffers=held)
     fewer = program.changed(rows=pack_rows([ROWS[0][1:3], ROWS[1][:2]]))
     assert fewer.buffers is None
@@ -58,5 +58,5 @@ def test_lowering_starts_from_a_schedule_without_messages() -> None:
 
 
 @given(buffers)
-def test_buffers_survive_plain_data(held: Buffers) -> None:
-    assert Buffers.from_json(json.loads(json.dumps(held.to_json()))) == held
+def test_buffers_survive_plain_data(held: BufferCounts) -> None:
+    assert BufferCounts.from_json(json.loads(json.dumps(held.to_json()))) == held

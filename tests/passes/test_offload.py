@@ -103,9 +103,9 @@ def test_the_text_form() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("offload{share=101}", "share=101 of pass offload: it must be a whole percentage"),
-        ("offload{share=half}", "it must be a whole percentage"),
-        ("offload{ahead=-1}", "ahead=-1 of pass offload"),
+        ("offload{share=101}", "share of pass offload, a percentage, must be a whole number of at least 0 and at most 100, got 101"),
+        ("offload{share=half}", "a percentage, must be a whole number"),
+        ("offload{ahead=-1}", "ahead of pass offload must be .*, got -1"),
         ("offload{stages=9}", "limited to stage 9"),
         ("offload{share=1+2+3}", "3 percentages for 4 ranks"),
         ("offload,offload", "already"),

@@ -50,7 +50,7 @@ def test_spaces_do_not_matter() -> None:
         ("shard{residence=2}", "pass shard has no option 'residence'; its options: lookahead, residency"),
         ("shard{residency}", "'residency' is not an option of pass shard: write option=value"),
         ("shard{residency=2,residency=3}", "each option once"),
-        ("shard{residency=two}", "residency=two of pass shard: it must be a whole number"),
+        ("shard{residency=two}", "residency of pass shard must be a whole number"),
         ("split-backward{stages=a}", "option stages=a of pass split-backward is not a list of stages"),
         ("receive", "pass receive needs the option 'place'"),
         ("shard{residency=2", "is not a list of passes"),

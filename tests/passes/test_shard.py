@@ -150,7 +150,7 @@ def test_only_when_asked() -> None:
 def test_refusals() -> None:
     with pytest.raises(PassError, match="residency=1, but rank 0 runs an action that uses 2 stages at once"):
         Shard(residency=1).apply(_start("dualpipe-v", 2, 6))
-    with pytest.raises(PassError, match="lookahead=-1 of pass shard"):
+    with pytest.raises(PassError, match=r"lookahead of pass shard must be .*, got -1"):
         Shard(lookahead=-1)
     with pytest.raises(PassError, match="shard it once"):
         Shard().apply(Shard().apply(_start("1f1b", 2, 2)))

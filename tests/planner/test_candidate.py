@@ -14,7 +14,7 @@ from penstock.planner.partition.cut import cut_layers
 from penstock.planner.partition.layer_runs import Cutting, LayerRuns
 from penstock.planner.problem import Problem
 from penstock.schedules.registry import algorithms
-from penstock.verifier.rules.memory import held_in
+from penstock.verifier.rules.memory import sum_held
 from planner.model_strategies import models
 
 A = ps.Layer(f=1, i=2, w=3, activation=10, weight_stash=4, output=2, parameters=100, gradients=50, optimizer=25)
@@ -56,7 +56,7 @@ def test_the_fullest_moment_adds_up_to_the_peak(name):
     program = ps.lower(schedule)
     peaks = ps.simulate(program, costs).peak_memory
     for rank in range(4):
-        moment = find_moment(program, costs, rank, held_in(program, costs))
+        moment = find_moment(program, costs, rank, sum_held(program, costs))
         held = moment.other
         for stage, activations, stashes in zip(schedule.placement.stages_of(rank), moment.activations, moment.stashes, strict=True):
             held += 100 + (activations * (3 + stage) + stashes * 2) * schedule.slices  # of a microbatch, which the slices share

@@ -246,9 +246,9 @@ def test_the_schedule_of_a_plan_can_be_loaded_alone(plan, tmp_path):
         ({"memory_limit": [1.0] * 4}, "over its limit"),
         ({"objective": 1.0}, "it says that it takes 1.0, but its schedule takes"),
         ({"bounds": {}}, "'bounds' must be numbers"),
-        ({"alternatives": [3]}, "an alternative has other fields"),
+        ({"alternatives": [3]}, "an alternative: the data must be an object"),
         ({"alternatives": [{"name": "a"}]}, "an alternative:"),
-        ({"profile": {}}, "a profile needs 'layers'"),
+        ({"profile": {}}, "a profile: 'layers' is missing"),
     ],
 )
 def test_a_plan_that_was_changed_is_refused(plan, tmp_path, change, said):

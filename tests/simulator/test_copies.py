@@ -39,6 +39,14 @@ def test_memory_while_it_is_away() -> None:
     assert held == forwards | {6.0: 2.0, 8.0: 2.0, 10.0: 1.0, 12.0: 0.0}  # 0RELOAD0 at 8, when 0B2 has ended
 
 
+def test_the_host_holds_it_from_its_offload_to_its_backward() -> None:
+    times = timeline(Costs(activation=3.0, host_bandwidth=2.0, host_latency=0.5), ROW)
+    curve = times.host_memory(0)
+    assert dict(zip(curve.times.tolist(), curve.total.tolist(), strict=True)) == {1.0: 3.0, 11.0: 0.0}  # 0B0 starts at 11
+    assert (curve.peak, curve.peak_time) == (3.0, 1.0)
+    assert timeline(Costs(), "0F0 0B0").host_memory(0).peak == 0.0
+
+
 def test_a_backward_waits_for_its_reload() -> None:
     costs = Costs(host_bandwidth=0.25)
     times = timeline(costs, "0F0 0OFFLOAD0 0F1 0F2 0B1 0RELOAD0 0B0 0B2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.ir.action import Action
 from penstock.ir.formats import json_form
+from penstock.ir.formats.action_text import format_action
 from penstock.ir.kind import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
@@ -29,8 +31,8 @@ DTYPES = {"i8": "<i1", "i32": "<i4"}
 drawn = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
-def mutate(rows: list[list[Action]], random: Random) -> str:
-    """Change rows in place by one random change; returns it as the page writes it."""
+def mutate(rows: list[list[Action]], slices: int, random: Random) -> str:
+    """Change rows in place by one random change; returns it as the page writes it, microbatch and slice as one number."""
     kinds = [Kind.B, Kind.I]
     where = [(rank, at) for rank, row in enumerate(rows) for at, action in enumerate(row) if action.kind in kinds]
     choice = random.random()
@@ -39,16 +41,16 @@ def mutate(rows: list[list[Action]], random: Random) -> str:
     if where and choice < 0.3:
         home, place = random.choice(where)
         chosen = rows[home][place]
-        full, of_input, of_weights = (Action(chosen.stage, kind, chosen.microbatch) for kind in (Kind.B, Kind.I, Kind.W))
+        full, of_input, of_weights = (replace(chosen, kind=kind) for kind in (Kind.B, Kind.I, Kind.W))
         if chosen == full:
             for each in rows:
                 each[:] = [part for action in each for part in ((of_input, of_weights) if action == full else (action,))]
-            return f"s{chosen.stage}.{chosen.microbatch}"
+            return f"s{chosen.stage}.{chosen.unit(slices)}"
         if of_weights in rows[home]:
             for each in rows:
                 if of_input in each and of_weights in each:
                     each[:] = [full if action == of_input else action for action in each if action != of_weights]
-            return f"j{chosen.stage}.{chosen.microbatch}"
+            return f"j{chosen.stage}.{chosen.unit(slices)}"
     if choice < 0.8:
         source, target = random.randrange(len(row)), random.randrange(len(row))
         row.insert(target, row.pop(source))
@@ -62,7 +64,7 @@ def mutate(rows: list[list[Action]], random: Random) -> str:
         return f"m{rank}.0.0"
     copied = random.choice(single)
     row.insert(at, copied)
-    return f"a{rank}.{at}.{copied}"
+    return f"a{rank}.{at}.{format_action(copied, slices)}"
 
 
 def unpacked(column: dict[str, str]) -> list[int]:
@@ -83,7 +85,7 @@ def check_same(table: Table, said: dict[str, Any]) -> None:
             assert theirs.get("cycle", []) == finding["cycle"]
     assert said["timed"] == ours["timed"]
     for name, column in ours["entries"].items():
-        assert said["entries"][name] == unpacked(column), name
+        assert said["entries"]["unit" if name == "microbatch" else name] == unpacked(column), name
     if not said["timed"]:
         return
     for group in ("graph", "local", "messages"):
@@ -94,8 +96,9 @@ def check_same(table: Table, said: dict[str, Any]) -> None:
 
 def changed(page: Page, schedule: Schedule, seed: int, count: int) -> None:
     random, rows = Random(seed), [list(row) for row in schedule]
-    edits = "_".join(mutate(rows, random) for _ in range(count))
-    table = Schedule.from_actions(rows, schedule.placement, microbatches=schedule.microbatches, graph=schedule.graph, name=schedule.name)
+    edits = "_".join(mutate(rows, schedule.slices, random) for _ in range(count))
+    shape = {"microbatches": schedule.microbatches, "graph": schedule.graph, "name": schedule.name, "slices": schedule.slices}
+    table = Schedule.from_actions(rows, schedule.placement, **shape)
     said = page.edit(json.loads(json.dumps(document(schedule, source=SOURCE))), edits)
     check_same(table, said)
     assert said["json"] == json_form.encode(table)
@@ -103,22 +106,40 @@ def changed(page: Page, schedule: Schedule, seed: int, count: int) -> None:
 
 @pytest.mark.slow
 @drawn
-@given(schedule=zoo(most_slices=1), seed=st.integers(0, 1 << 32), count=st.integers(0, 4))
+@given(schedule=zoo(), seed=st.integers(0, 1 << 32), count=st.integers(0, 4))
 def test_changes_to_named_schedules_are_judged_as_the_verifier_does(page: Page, schedule: Schedule, seed: int, count: int) -> None:
     changed(page, schedule, seed, count)
 
 
 @pytest.mark.slow
 @drawn
-@given(schedule=orders(most_slices=1), seed=st.integers(0, 1 << 32), count=st.integers(0, 4))
+@given(schedule=orders(), seed=st.integers(0, 1 << 32), count=st.integers(0, 4))
 def test_changes_to_any_order_are_judged_as_the_verifier_does(page: Page, schedule: Schedule, seed: int, count: int) -> None:
     changed(page, schedule, seed, count)
 
 
 @pytest.mark.parametrize("seed", range(25))
-@pytest.mark.parametrize("name", ["1f1b", "zbv", "interleaved-1f1b", "dualpipe"])
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "interleaved-1f1b", "dualpipe", "seq1f1b", "seq-zb-h1"])
 def test_a_few_changes_to_a_schedule(page: Page, name: str, seed: int) -> None:
-    changed(page, ps.schedule(name, ranks=4, microbatches=6 if name == "zbv" else 8), seed, 3)
+    slices = {"slices": 4} if name.startswith("seq") else {}
+    changed(
+        page,
+        ps.schedule(name, ranks=4, microbatches={"zbv": 6, **dict.fromkeys(("seq1f1b", "seq-zb-h1"), 2)}.get(name, 8), **slices),
+        seed,
+        3,
+    )
+
+
+def test_slices_out_of_order_are_found(page: Page) -> None:
+    schedule = ps.schedule("seq1f1b", ranks=2, microbatches=2, slices=4)
+    row = [str(action) for action in schedule[1]]
+    one, other = row.index("1F1.0"), row.index("1F1.1")
+    said = page.edit(document(schedule, source=SOURCE), f"m1.{other}.{one}")
+    assert [finding["message"] for finding in said["findings"]] == [f"1F1.1 needs 1F1.0, which rank 1 runs only in step {one + 1}"]
+    assert not said["timed"]
+    assert said["json"]["slices"] == 4
+    assert said["json"]["microbatches"] == 2
+    assert check(json_form.decode(said["repaired"])) == []
 
 
 @pytest.mark.parametrize(("stage", "rank"), [(1, 0), (6, 3), (0, 2)])
@@ -172,10 +193,10 @@ def test_a_repaired_order_is_proved_by_the_verifier(page: Page, seed: int) -> No
 
 @pytest.mark.slow
 @drawn
-@given(schedule=orders(most_slices=1), seed=st.integers(0, 1 << 32))
+@given(schedule=orders(), seed=st.integers(0, 1 << 32))
 def test_any_changed_order_can_be_repaired(page: Page, schedule: Schedule, seed: int) -> None:
     random, rows = Random(seed), [list(row) for row in schedule]
-    edits = "_".join(mutate(rows, random) for _ in range(3))
+    edits = "_".join(mutate(rows, schedule.slices, random) for _ in range(3))
     said = page.edit(document(schedule, source=SOURCE), edits)
     overlapped = any("OVERLAP" in finding["action"] for finding in said["findings"])
     if said["repaired"] is None:

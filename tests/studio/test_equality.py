@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -17,6 +18,7 @@ from penstock.errors import ScheduleError
 from penstock.ir.costs import CONTENTION, Costs
 from penstock.ir.formats import json_form
 from penstock.ir.formats.csv_form import csv_text
+from penstock.ir.kind import COPIES
 from penstock.ir.program import Program
 from penstock.ir.table import Table
 from penstock.simulator import timeline_json
@@ -24,7 +26,8 @@ from penstock.simulator.event_loops.flat import Flat
 from penstock.simulator.simulate import simulate
 from penstock.simulator.timeline import Timeline
 from penstock.studio.document import document, timeline_document
-from simulator.draws import contentions, costs, orders, programs, real_costs, zoo
+from penstock.verifier.rules.offload import peak_host_memory
+from simulator.draws import contentions, copied, costs, programs, real_costs, tables
 from studio.page import Page
 
 SOURCE = {"kind": "file", "name": "drawn"}
@@ -46,17 +49,13 @@ def asked(page: Page, document: dict[str, Any], costs: Costs | None) -> dict[str
     return page.ask(json.loads(json.dumps(document)), None if costs is None else costs.to_json())
 
 
-schedules = st.one_of(zoo(most_slices=1), orders(most_slices=1))
-tables = st.one_of(schedules, programs(schedules))
-"""Without slices, which the page times but does not name."""
-
-
 def check(timeline: Timeline, said: dict[str, Any]) -> None:
     """Everything that the page shows of a timeline."""
     assert "error" not in said, said
     for name, ours in COLUMNS.items():
         assert said["timing"][name] == getattr(timeline, ours).tolist(), name
     check_memory(timeline, said["memory"])
+    check_host_memory(timeline, said["host"])
     check_gaps(timeline, said["gaps"])
     assert [(s["what"], s["rank"], s["action"], s["start"], s["end"]) for s in said["path"]] == [
         (s.what, s.rank, None if s.action is None else str(s.action), s.start, s.end) for s in timeline.critical_path
@@ -73,6 +72,16 @@ def check_memory(timeline: Timeline, said: list[dict[str, Any]]) -> None:
         assert theirs["times"] == ours.times.tolist()
         assert theirs["total"] == ours.total.tolist()
         assert theirs["held"] == {name: values.tolist() for name, values in ours.held.items()}
+
+
+def check_host_memory(timeline: Timeline, said: list[dict[str, Any]] | None) -> None:
+    moves = timeline.table.rows.is_kind(*COPIES).any()
+    assert (said is not None) == moves
+    for rank, theirs in enumerate(said or []):
+        ours = timeline.host_memory(rank)
+        assert (theirs["peak"], theirs["peakTime"]) == (ours.peak, ours.peak_time)
+        assert theirs["times"] == ours.times.tolist()
+        assert theirs["total"] == ours.total.tolist()
 
 
 def check_gaps(timeline: Timeline, said: list[list[dict[str, Any]]]) -> None:
@@ -146,7 +155,37 @@ def test_floating_point_sums_are_in_the_same_order(page: Page, table: Table, see
 
 @pytest.mark.slow
 @drawn
-@given(program=programs(schedules), seed=st.integers(0, 1 << 32))
+@given(pair=copied())
+def test_copies_to_the_host_are_timed_the_same(page: Page, pair: tuple[Table, Costs]) -> None:
+    table, chosen = pair
+    check(simulated(table, chosen), asked(page, document(table, chosen, source=SOURCE), chosen))
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "seq1f1b"])
+def test_copies_that_do_not_hide_are_named_as_causes(page: Page, name: str, shared: int) -> None:
+    """Slow copies: forwards wait until memory is free, backwards until their activation is back, and all of it is on the critical path."""
+    slices = {"slices": 2} if name == "seq1f1b" else {}
+    program = ps.lower(ps.schedule(name, ranks=4, microbatches=6, **slices), offload=100)
+    chosen = replace(
+        real_costs(program, Random(1), "independent"),
+        host_bandwidth=0.3,
+        host_latency=0.2,
+        host_link_shared=shared,
+    )
+    timeline = simulate(program, chosen, engine="plain")
+    said = asked(page, document(program, chosen, source=SOURCE), chosen)
+    check(timeline, said)
+    waited = {gap["text"] for gaps in said["gaps"] for gap in gaps}
+    assert any("waits for the copy of" in text and "OFFLOAD" in text for text in waited)
+    assert any("waits for the copy of" in text and "RELOAD" in text for text in waited)
+    assert {"collective"} <= {step["what"] for step in said["path"]}
+    assert [curve["peak"] for curve in said["host"]] == pytest.approx(peak_host_memory(program, chosen))
+
+
+@pytest.mark.slow
+@drawn
+@given(program=programs(), seed=st.integers(0, 1 << 32))
 def test_measured_times_are_explained_the_same_way(page: Page, program: Program, seed: int) -> None:
     random = Random(seed)
     chosen = real_costs(program, random, "independent")
@@ -180,17 +219,18 @@ def test_a_schedule_of_many_ranks_is_timed_the_same(page: Page, lowered: bool, c
     check(timeline, said)
 
 
+@pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize("name", ["seq1f1b", "seq-zb-h1", "slimpipe", "zbv"])
-def test_sliced_schedules_are_timed_the_same(page: Page, name: str) -> None:
-    table = ps.schedule(name, ranks=3, microbatches=2, slices=3)
+def test_sliced_schedules_are_timed_and_named_the_same(page: Page, name: str, lowered: bool) -> None:
+    schedule = ps.schedule(name, ranks=3, microbatches=2, slices=3)
+    table = ps.lower(schedule) if lowered else schedule
     timeline = simulate(table, real_costs(table, Random(5), "independent"), engine="plain")
     view = timeline_document(timeline, source=SOURCE)
-    assert (view["slices"], view["microbatches"]) == (3, 6)
+    assert (view["slices"], view["microbatches"]) == (3, 2)
     said = asked(page, view, timeline.costs)
-    for column, ours in COLUMNS.items():
-        assert said["timing"][column] == getattr(timeline, ours).tolist(), column
-    check_memory(timeline, said["memory"])
-    check_numbers(timeline, said["numbers"])
+    check(timeline, said)
+    assert {"0F0.0", "0F1.2"} <= set(said["actions"])
+    assert asked(page, said["view"], timeline.costs) == said
 
 
 def test_times_of_three_overlapped_actions_are_added_as_in_the_library(page: Page) -> None:

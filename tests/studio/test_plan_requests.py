@@ -14,7 +14,7 @@ from penstock.errors import BusyError
 from penstock.planner.candidate import Candidate
 from penstock.planner.plan_file import decode
 from penstock.simulator.timeline import Timeline
-from penstock.studio.plan_jobs import GRACE, Jobs, describe_candidate, run_plan
+from penstock.studio.plan_jobs import GRACE, PlanJobs, describe_candidate, run_plan
 from penstock.studio.plan_request import read_plan_request
 from penstock.studio.server import application
 from studio.page import Page
@@ -167,7 +167,7 @@ def test_one_plan_at_a_time_which_can_be_cancelled(client: TestClient):
     assert (again.status_code, "cancel it first" in again.json()["error"]) == (409, True)
     jobs = client.app.state.studio.jobs  # type: ignore[attr-defined]
     running = jobs.get(job)
-    told, _ = running.after(0, LONG)
+    told, _ = running.wait_for_events(0, LONG)
     assert told
     assert client.delete(f"/api/plan/{job}").json() == {"cancelled": True}
     assert client.delete(f"/api/plan/{job}").json() == {"cancelled": False}
@@ -179,20 +179,20 @@ def test_one_plan_at_a_time_which_can_be_cancelled(client: TestClient):
 
 
 def test_a_plan_that_takes_too_long_is_ended():
-    jobs = Jobs()
+    jobs = PlanJobs()
     job = jobs.get(jobs.start(ENDLESS, seconds=-GRACE))
     while not job.ended:
-        job.after(len(job.events), LONG)
+        job.wait_for_events(len(job.events), LONG)
     assert "took too long" in job.events[-1].data["error"]
     jobs.close()
     assert not job.process.is_alive()
 
 
 def test_a_plan_ends_with_the_last_page_that_follows_it():
-    jobs = Jobs()
+    jobs = PlanJobs()
     job = jobs.get(jobs.start(ENDLESS, seconds=LONG))
-    with job.followed():
-        with job.followed():
+    with job.follow():
+        with job.follow():
             pass
         assert not job.ended
     assert (job.ended, job.events[-1].data["cancelled"]) == (True, True)
@@ -201,7 +201,7 @@ def test_a_plan_ends_with_the_last_page_that_follows_it():
 
 
 def test_closing_ends_running_work():
-    jobs = Jobs()
+    jobs = PlanJobs()
     job = jobs.get(jobs.start(ENDLESS, seconds=LONG))
     with pytest.raises(BusyError):
         jobs.start(ENDLESS, seconds=LONG)
@@ -215,8 +215,8 @@ def test_closing_ends_running_work():
         ({"profile": None}, "give one model"),
         ({"transformer": {}}, "give one model"),
         ({"profile": {"layers": [{**LAYER, "count": 10**12}]}}, "1,000,000,000,000 layers are more than the studio takes"),
-        ({"profile": {"layers": [{"f": 1}]}}, "a layer needs 'i'"),
-        ({"profile": {"layers": [LAYER], "variants": 5}}, "'variants' of a profile must be a list"),
+        ({"profile": {"layers": [{"f": 1}]}}, "'i', 'w' are missing"),
+        ({"profile": {"layers": [LAYER], "variants": 5}}, "'variants' must be a list, got a whole number"),
         ({"profile": None, "transformer": {"layers": 10**9}}, "1,000,000,000 layers are more than the studio takes"),
         ({"profile": None, "transformer": {"layers": 2}}, "hidden"),
         ({"ranks": 64}, "8 layers are too few for 64 ranks"),
@@ -230,7 +230,7 @@ def test_closing_ends_running_work():
         ({"rounds": -1}, "rounds must be a number of at least 0"),
         ({"microbatches": None, "batch": 8, "microbatch_sizes": [3]}, "a batch of 8 is not a multiple of a microbatch size of 3"),
         ({"schedules": ["nope"]}, "there is no schedule 'nope'"),
-        ({"schedules": [1]}, "must be a list of names"),
+        ({"schedules": [1]}, "takes names of schedules, got 1"),
     ],
 )
 def test_a_bad_plan_is_refused_before_it_is_started(client: TestClient, change, said):

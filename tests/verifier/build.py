@@ -7,7 +7,7 @@ from typing import Any
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
-from penstock.ir.program import Buffers, Program
+from penstock.ir.program import BufferCounts, Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 from penstock.verifier.finding import Finding
@@ -31,7 +31,7 @@ def program(
     made = Program.from_actions(
         [row.split() for row in rows], placement or Placement.linear(len(rows)), graph=graph, microbatches=microbatches
     )
-    return made if channels is None else made.changed(buffers=Buffers(channels=channels))
+    return made if channels is None else made.changed(buffers=BufferCounts(channels=channels))
 
 
 def schedule(*rows: str, placement: Placement | None = None, graph: StageGraph | None = None, microbatches: int | None = None) -> Schedule:

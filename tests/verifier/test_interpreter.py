@@ -9,7 +9,7 @@ import pytest
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
-from penstock.ir.program import Buffers, Program
+from penstock.ir.program import BufferCounts, Program
 from penstock.ir.rows import pack_rows
 from penstock.ir.schedule import Schedule
 from penstock.verifier.verify import check
@@ -28,7 +28,7 @@ def made(
     """A program from rows of actions parted by spaces; stage s on rank s unless told."""
     placement = placement or Placement.linear(len(rows))
     graph = StageGraph.chain(placement.stages, skips)
-    buffers = None if slots is None else Buffers(channels=slots)
+    buffers = None if slots is None else BufferCounts(channels=slots)
     return Program(pack_rows([row.split() for row in rows]), placement, microbatches, graph=graph, buffers=buffers)
 
 

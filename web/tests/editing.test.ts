@@ -58,12 +58,12 @@ describe("changes", () => {
       const some = (): number | null => (next() < 0.3 ? null : number());
       const edits: core.Edit[] = [
         { what: "move", rank: number(), from: number(), to: number() },
-        { what: "split", stage: some(), microbatch: some() },
-        { what: "merge", stage: some(), microbatch: some() },
+        { what: "split", stage: some(), unit: some() },
+        { what: "merge", stage: some(), unit: some() },
         { what: "place", stage: number(), rank: number() },
         { what: "idle", rank: number(), at: number() },
         { what: "drop", rank: number(), at: number() },
-        { what: "add", rank: number(), at: number(), kind: k % 4, stage: number(), microbatch: number() },
+        { what: "add", rank: number(), at: number(), kind: k % 4, stage: number(), unit: number() },
       ];
       expect(core.decodeEdits(core.encodeEdits(edits))).toEqual(edits);
     }
@@ -130,7 +130,7 @@ describe("history", () => {
     studio.selected.value = { what: "action", panel: 0, index: 8 + 5 };
     studio.change({ what: "move", rank: 1, from: 5, to: 7 });
     expect(studio.selected.value).toEqual({ what: "action", panel: 0, index: 8 + 7 });
-    studio.change({ what: "split", stage: 1, microbatch: 1 });
+    studio.change({ what: "split", stage: 1, unit: 1 });
     expect(studio.selected.value).toEqual({ what: "action", panel: 0, index: 8 + 7 });
     expect(studio.link().edits).toBe("m1.5.7_s1.1");
     studio.step(true);
@@ -175,7 +175,7 @@ describe("files", () => {
   });
 
   test("the command trains by name, or with the file", () => {
-    const choice = { schedule: "zbv", ranks: 4, microbatches: 8, chunks: null, options: {}, form: "schedule" } as const;
+    const choice = { schedule: "zbv", ranks: 4, microbatches: 8, chunks: null, options: {}, form: "schedule", offload: "" } as const;
     expect(trainCommand(choice, false, "zbv")).toBe("penstock train train.py --ranks 4 --microbatches 8 --schedule zbv");
     const title = "zbv, 4 ranks, 8 microbatches, edited";
     expect(trainCommand(choice, true, title)).toBe(`penstock train train.py --schedule ${fileName(title, "order")}`);

@@ -124,6 +124,6 @@ test("pictures of a drag, of a cycle, of a recorded run and of a moment are well
   expect(pictures[0]).toMatch(/>1<\/text>/);
   // Each action takes 0.3 longer: of a forward of 1 that is a larger share than of a backward of 2.
   expect(count(pictures[3], `fill="${blended(LIGHT.same, LIGHT.late, 0.65)}"`)).toBe(3 * 4);
-  expect(count(pictures[3], `fill="${blended(LIGHT.same, LIGHT.late, 0.5)}"`)).toBe(3 * 4);
+  expect(count(pictures[3], `fill="${blended(LIGHT.same, LIGHT.late, 0.5)}"`)).toBe(3 * 4 + 1); // the selected one again, over the veil
   expect(pictures[4]).toContain("stroke-dasharray");
 });

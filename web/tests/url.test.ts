@@ -12,7 +12,7 @@ function anyState(seed: number): LinkState {
   const round = (value: number): number => Number(value.toPrecision(5));
   const options = (): Record<string, Option> => (next() < 0.5 ? {} : { depth: 3, "odd name&=#": "a b+c%", flag: true, text: "3x" });
   const from = Math.floor(next() * 9000) / 10000;
-  const first = { schedule: pick("1f1b", "interleaved-1f1b"), ranks: 8, microbatches: 33, chunks: maybe(2), options: options(), form: pick("schedule", "program", "sharded") } as const;
+  const first = { schedule: pick("1f1b", "interleaved-1f1b"), ranks: 8, microbatches: 33, chunks: maybe(2), options: options(), form: pick("schedule", "program", "sharded"), offload: pick("", "50", "100+50+0") } as const;
   return {
     tab: pick("timeline", "plan"),
     first: maybe(first),
@@ -41,7 +41,7 @@ describe("links", () => {
   });
 
   test("costs travel with a schedule", () => {
-    const first = { schedule: "zbv", ranks: 2, microbatches: 4, chunks: null, options: {}, form: "schedule" } as const;
+    const first = { schedule: "zbv", ranks: 2, microbatches: 4, chunks: null, options: {}, form: "schedule", offload: "" } as const;
     const state = { ...PLAIN, first, costs: { f: 2, activation: [1, 2, 3, 4] } };
     expect(decodeLink(encodeLink(state))).toEqual(state);
   });

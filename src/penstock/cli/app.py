@@ -23,7 +23,7 @@ from penstock.cli.commands.verify import verify
 from penstock.cli.options import expand_groups
 
 
-class _Group(TyperGroup):
+class _CommandList(TyperGroup):
     """Lists the commands with their whole first lines, however narrow the terminal is."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -34,7 +34,7 @@ class _Group(TyperGroup):
 
 # Plain help loads much faster than Rich's, and reads the same in a pipe.
 app = typer.Typer(
-    cls=_Group,
+    cls=_CommandList,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from penstock.cli.options import count_option, read_assignments, read_size, text_option, whole_numbers
+from penstock.cli.options import count_option, read_assignments, read_counts, read_size, text_option
 from penstock.errors import CostsError, UsageError
 
 if TYPE_CHECKING:
@@ -70,5 +70,5 @@ class JobOptions:
     def choices(self) -> dict[str, Any]:
         """The values of dimensions that the search may choose from."""
         names = ("pipeline", "data", "tensor", "context", "sharding")
-        wanted: dict[str, Any] = {name: whole_numbers(f"--{name}", getattr(self, name)) for name in names}
+        wanted: dict[str, Any] = {name: read_counts(f"--{name}", getattr(self, name)) for name in names}
         return {**wanted, "vocabulary": None if self.vocabulary is None else [word.strip() for word in self.vocabulary.split(",")]}

@@ -21,7 +21,7 @@ LEAST_BYTES = 2**16
 """A limit of fewer bytes must be written with a unit."""
 
 
-def whole_number(text: str) -> int:
+def read_count(text: str) -> int:
     """Read an option that counts something."""
     try:
         return int(text)
@@ -29,7 +29,7 @@ def whole_number(text: str) -> int:
         raise typer.BadParameter(f"{text!r} is not a whole number") from None
 
 
-def whole_numbers(option: str, text: str | None) -> list[int] | None:
+def read_counts(option: str, text: str | None) -> list[int] | None:
     """Read an option with several counts, like 1,2,4."""
     try:
         return None if text is None else [int(number) for number in text.split(",")]
@@ -76,7 +76,7 @@ def _read_value(text: str) -> Any:
     return value if isinstance(value, (int, float, list, tuple)) else text
 
 
-def existing_file(path: Path, option: str = "") -> Path:
+def check_file(path: Path, option: str = "") -> Path:
     """Refuse a path at which there is no file."""
     if path.is_dir():
         raise UsageError(f"{option}{path} is a folder, not a file")
@@ -85,7 +85,7 @@ def existing_file(path: Path, option: str = "") -> Path:
     return path
 
 
-def writable(path: Path | None) -> Path | None:
+def check_writable(path: Path | None) -> Path | None:
     """Refuse a path that no file can be written to before any work is done; `-` is stdout."""
     if path is None or path == STDOUT:
         return path
@@ -98,7 +98,7 @@ def writable(path: Path | None) -> Path | None:
 
 def file_or_stdout(path: Path | None) -> Path | None:
     """Read a path to write to; None is stdout."""
-    return None if path == STDOUT else writable(path)
+    return None if path == STDOUT else check_writable(path)
 
 
 def check_suffix(output: Path | None, suffixes: Sequence[str]) -> str | None:
@@ -121,7 +121,7 @@ def check_unit(unit: str | None) -> None:
 
 def count_option(text: str, *names: str, metavar: str = "N") -> Any:
     """Declare an option that counts something."""
-    return typer.Option(*names, metavar=metavar, parser=whole_number, help=text)
+    return typer.Option(*names, metavar=metavar, parser=read_count, help=text)
 
 
 def text_option(text: str, metavar: str, *names: str, complete: Callable[[str], list[str]] | None = None) -> Any:
@@ -131,7 +131,7 @@ def text_option(text: str, metavar: str, *names: str, complete: Callable[[str], 
 
 def file_option(text: str, *names: str, stdout: bool = True) -> Any:
     """Declare an option that names a file to write; with `stdout`, `-` is stdout."""
-    return typer.Option(*names, metavar="FILE", callback=file_or_stdout if stdout else writable, help=text)
+    return typer.Option(*names, metavar="FILE", callback=file_or_stdout if stdout else check_writable, help=text)
 
 
 def complete_schedules(incomplete: str) -> list[str]:

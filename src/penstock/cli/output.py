@@ -42,11 +42,11 @@ def deliver(draw: Draw, data: Callable[[], Any], *, as_json: bool, output: Path 
     if output is not None:
         from penstock.ir.formats.csv_form import write_whole
 
-        write_whole(output, to_json(data()) if wants_json else "".join(_plain(draw(None))))
+        write_whole(output, to_json(data()) if wants_json else "".join(_write_plain(draw(None))))
     elif wants_json:
         emit([to_json(data())])
     else:
-        emit(_for_terminal(draw))
+        emit(_fit_terminal(draw))
 
 
 def can_print(text: str) -> bool:
@@ -60,14 +60,14 @@ def can_print(text: str) -> bool:
 
 def to_json(data: Any) -> str:
     """Write JSON that every reader accepts: NaN and infinity become `null`."""
-    return json.dumps(_finite(data), indent=1, allow_nan=False) + "\n"
+    return json.dumps(_drop_nonfinite(data), indent=1, allow_nan=False) + "\n"
 
 
-def _finite(data: Any) -> Any:
+def _drop_nonfinite(data: Any) -> Any:
     if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
+        return {key: _drop_nonfinite(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
-        return [_finite(value) for value in data]
+        return [_drop_nonfinite(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
@@ -83,19 +83,19 @@ def emit(chunks: Iterable[str]) -> None:
         raise typer.Exit(READER_GONE) from None
 
 
-def _for_terminal(draw: Draw) -> Iterator[str]:
+def _fit_terminal(draw: Draw) -> Iterator[str]:
     """On a terminal, fit the picture to its width and colour it unless NO_COLOR is set; elsewhere, do neither."""
     from rich.console import Console
 
     console = Console(highlight=False)
     lines = draw(console.width if console.is_terminal else None)
     if console.no_color or console.color_system in (None, "windows"):
-        yield from _plain(lines)
+        yield from _write_plain(lines)
     else:
         yield from (f"{line}\n" for line in paint(lines, console.color_system))
 
 
-def _plain(lines: Iterable[Line]) -> Iterator[str]:
+def _write_plain(lines: Iterable[Line]) -> Iterator[str]:
     return (f"{line}\n" for line in plain_text(lines))
 
 

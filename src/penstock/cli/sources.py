@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 import re
 import sys
@@ -24,14 +23,15 @@ from penstock.cli.options import (
     Microbatches,
     Ranks,
     Source,
+    check_file,
     complete_schedules,
     count_option,
-    existing_file,
     read_assignments,
     read_size,
     text_option,
 )
 from penstock.errors import CostsError, FileFormatError, PassError, ScheduleError, UsageError, nearest
+from penstock.ir.formats.reading import read_json
 from penstock.schedules.registry import algorithm, algorithms, schedule
 from penstock.text.units import parse_size
 
@@ -93,7 +93,7 @@ class ScheduleSource:
 
     def path(self) -> Path:
         """Give the path of the file; refuse one that is not there."""
-        return existing_file(Path(self.source))
+        return check_file(Path(self.source))
 
     def refuse_shape(self) -> None:
         """Refuse a shape or options for a file, which has its own."""
@@ -157,8 +157,8 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
     if path.suffix.lower() != ".json" or not path.is_file():
         return None
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
+        data = read_json(path)
+    except FileFormatError:
         return None
     return data if isinstance(data, dict) else None
 
@@ -190,7 +190,7 @@ def read_costs(text: str) -> Costs:
 
     path = Path(text)
     if path.suffix.lower() in _FILES or (text and "=" not in text and path.exists()):
-        return Costs.load(existing_file(path, "--costs: "))
+        return Costs.load(check_file(path, "--costs: "))
     try:
         return Costs.from_json(_parse(text))
     except CostsError as error:
@@ -255,7 +255,7 @@ class TimelineSource:
     def read(cls, source: ScheduleSource, costs: str | None, per: Per, lowering: LoweringOptions | None) -> TimelineSource:
         return cls(source, None if costs is None else read_costs(costs), per, lowering)
 
-    def measured(self) -> Timeline | None:
+    def get_measured(self) -> Timeline | None:
         """Give the timeline in the file if it was measured."""
         return None if self._saved is None or self._saved.source == "simulated" else self._saved
 
@@ -372,6 +372,7 @@ class _View:
         about = {"kind": "schedule", "name": named.name, "ranks": table.ranks, "microbatches": table.microbatches}
         about |= {"chunks": table.chunks, "options": parse_options(source.options), "lower": table.lowered}
         about["fsdp"] = self.lowering is not None and self.lowering.fsdp
+        about["offload"] = "" if self.lowering is None else self.lowering.offload or ""
         return document(table, timeline.costs, source=about, memory_limit=self.limit, depends_on_costs="costs" in named.options)
 
     def file_document(self, source: ScheduleSource) -> Any:
@@ -390,7 +391,7 @@ class _View:
         costs = read_costs(text)
         shape = document["stages"], document["ranks"], document["slices"]
         costs = divide_among_stages(costs, *shape) if self.per is Per.RANK else costs
-        costs.check(document["stages"], document["microbatches"], document["ranks"])
+        costs.check(document["stages"], document["microbatches"] * document["slices"], document["ranks"])
         return costs.to_json()
 
 
@@ -500,7 +501,7 @@ class OptionalLowering(LoweringOptions):
         False
     )
 
-    def checked(self) -> LoweringOptions | None:
+    def read_lowering(self) -> LoweringOptions | None:
         """Give the options if they ask for lowering, else None."""
         if not (self.lower_first or self.fsdp or self.merge_backward or self.receive is not None or self.offload is not None):
             return None
@@ -557,7 +558,7 @@ def _is_place(place: str) -> bool:
 
 def _import(name: str, folder: str) -> ModuleType:
     """Import a module by name, looking into the folder of the command first."""
-    with _on_path(os.path.abspath(folder)):
+    with _add_to_path(os.path.abspath(folder)):
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -573,13 +574,13 @@ def _run(path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module  # dataclasses look up their module there
-    with _on_path(str(path.parent.resolve())):
+    with _add_to_path(str(path.parent.resolve())):
         spec.loader.exec_module(module)
     return module
 
 
 @contextmanager
-def _on_path(folder: str) -> Iterator[None]:
+def _add_to_path(folder: str) -> Iterator[None]:
     sys.path.insert(0, folder)
     try:
         yield

@@ -99,20 +99,15 @@ def optimizer_boxes(timeline: Timeline) -> tuple[Ints, Floats, Floats]:
 
 def _chunks(placement: Placement) -> Ints:
     """The chunk of each stage in each copy of the model."""
-    held = [0] * placement.ranks
-    chunk = np.zeros((len(placement.copies), placement.stages), dtype=np.int64)
-    for copy, ranks in enumerate(placement.copies):
-        for stage, rank in enumerate(ranks):
-            chunk[copy, stage] = held[rank]
-            held[rank] += 1
-    return chunk
+    place = {(rank, stage): chunk for rank in range(placement.ranks) for chunk, stage in enumerate(placement.stages_of(rank))}
+    return np.array([[place[rank, stage] for stage, rank in enumerate(copy)] for copy in placement.copies], dtype=np.int64)
 
 
 def _digits(numbers: Ints) -> Ints:
     return np.floor(np.log10(np.maximum(numbers, 1))).astype(np.int64) + 1
 
 
-def widest_label(table: Table) -> str:
+def make_widest_label(table: Table) -> str:
     """Give a text as wide as any box's `name_unit`."""
     slices = "." + "0" * len(str(table.slices - 1)) if table.slices > 1 else ""
     return "0" * len(str(table.microbatches - 1)) + slices
@@ -131,11 +126,11 @@ def shares(rows: Ints, classes: Ints, start: Floats, end: Floats, edges: Floats,
     busy = np.zeros((shape[0] * shape[1], len(edges) - 1))
     for place in np.unique(lane).tolist():
         part = slice(bounds[place], bounds[place + 1])
-        busy[place] = _busy(start[part], end[part], edges)
+        busy[place] = _sum_busy(start[part], end[part], edges)
     return busy.reshape(*shape, len(edges) - 1)
 
 
-def _busy(start: Floats, end: Floats, edges: Floats) -> Floats:
+def _sum_busy(start: Floats, end: Floats, edges: Floats) -> Floats:
     """The busy time in each slice: differences of the busy time up to each edge."""
     times = np.column_stack((start, end)).ravel()
     done = np.cumsum(np.column_stack((np.zeros(len(start)), end - start)).ravel())
@@ -149,7 +144,7 @@ def main_class(busy: Floats, edges: Floats) -> Ints:
     return np.where(busy.max(axis=1) >= np.maximum(idle, np.diff(edges) * 1e-9), longest, -1)
 
 
-def most_held(curve: Curve, edges: Floats) -> Floats:
+def find_most_held(curve: Curve, edges: Floats) -> Floats:
     """Find the most that a rank holds in each slice, including the static part."""
     before = np.searchsorted(curve.times, edges[:-1], side="left") - 1
     total = np.append(curve.total, 0.0)  # index -1: nothing has changed yet

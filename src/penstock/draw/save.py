@@ -118,11 +118,11 @@ class _TraceEvents:
     scale: float
     """Microseconds for a unit of the costs' time."""
 
-    def _at(self, time: float) -> float:
+    def _to_ticks(self, time: float) -> float:
         return round(time * self.scale * _TICKS) / _TICKS
 
     def _slice(self, rank: int, lane: int, name: str, times: tuple[float, float], **args: Any) -> TraceEvent:
-        start, end = map(self._at, times)
+        start, end = map(self._to_ticks, times)
         return {"ph": "X", "pid": rank, "tid": lane, "name": name, "ts": start, "dur": end - start, "args": args}
 
     # Names ------------------------------------------------------------------------------------------------------------
@@ -188,7 +188,9 @@ class _TraceEvents:
         columns = (boxes.rank, boxes.kind, boxes.stage, boxes.start, boxes.end)
         for box, (rank, kind, stage, start, end) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
             name = f"{stage}{Kind(kind).name}{boxes.name_unit(box)}"
-            yield self._slice(rank, self._copy(rank, kind), name, (start, end), stage=stage, microbatch=int(boxes.microbatch[box]))
+            microbatch, part = divmod(int(boxes.microbatch[box]), boxes.slices)
+            args = {"stage": stage, "microbatch": microbatch, **({"slice": part} if boxes.slices > 1 else {})}
+            yield self._slice(rank, self._copy(rank, kind), name, (start, end), **args)
 
     def messages(self) -> Iterator[TraceEvent]:
         """Each message on the lane of its channel, if it takes time, and its arrow."""
@@ -196,18 +198,20 @@ class _TraceEvents:
         makers, users = group[messages.maker].tolist(), group[messages.after].tolist()
         for number, transfer in enumerate(timeline.transfers()):
             lane = self._channel(int(messages.channel[number]))
-            yield self._flow("s", number, transfer.source, self._compute(transfer.source), self._inside(makers[number]))
+            yield self._flow("s", number, transfer.source, self._compute(transfer.source), self._find_inside(makers[number]))
             message = self._slice(
                 transfer.source, lane, str(transfer.sent), (transfer.start, transfer.end), size=transfer.size, used=str(transfer.used)
             )
             if message["dur"] > 0:
                 yield message
                 yield self._flow("t", number, transfer.source, lane, message["ts"])
-            yield self._flow("f", number, transfer.target, self._compute(transfer.target), self._at(float(timeline.start[users[number]])))
+            yield self._flow(
+                "f", number, transfer.target, self._compute(transfer.target), self._to_ticks(float(timeline.start[users[number]]))
+            )
 
-    def _inside(self, node: int) -> float:
+    def _find_inside(self, node: int) -> float:
         """The last moment inside an action, so that an arrow from there belongs to it."""
-        start, end = self._at(float(self.timeline.start[node])), self._at(float(self.timeline.end[node]))
+        start, end = self._to_ticks(float(self.timeline.start[node])), self._to_ticks(float(self.timeline.end[node]))
         return max(start, end - 1 / _TICKS)
 
     def _flow(self, phase: str, number: int, rank: int, lane: int, at: float) -> TraceEvent:
@@ -222,10 +226,10 @@ class _TraceEvents:
             curve = self.timeline.memory(rank)
             total = _remove_rounding(curve.static + curve.total, curve.peak)
             held = {name: _remove_rounding(values, curve.peak) for name, values in curve.held.items() if values.any()}
-            times = [self._at(time) for time in curve.times.tolist()]
+            times = [self._to_ticks(time) for time in curve.times.tolist()]
             if not times or times[0] > 0:
                 yield _counter("memory", rank, 0.0, held=curve.static)
-            for place in _last_of_each(times):
+            for place in _find_last_of_each(times):
                 yield _counter("memory", rank, times[place], held=total[place])
                 if len(held) > 1:
                     yield _counter("memory by use", rank, times[place], **{name: values[place] for name, values in held.items()})
@@ -235,7 +239,7 @@ def _meta(what: str, rank: int, lane: int = 0, **args: Any) -> TraceEvent:
     return {"ph": "M", "name": what, "pid": rank, "tid": lane, "args": args}
 
 
-def _last_of_each(times: Iterable[float]) -> Iterator[int]:
+def _find_last_of_each(times: Iterable[float]) -> Iterator[int]:
     """The last index of each run of equal times."""
     following = [*times, None]
     yield from (place for place, (one, other) in enumerate(pairwise(following)) if one != other)

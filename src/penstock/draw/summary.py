@@ -63,7 +63,7 @@ def shape_of(timeline: Timeline) -> list[str]:
     return [format_count(table.ranks, "rank"), *chunks, format_count(table.microbatches, "microbatch") + slices]
 
 
-def fullest_rank(timeline: Timeline) -> int:
+def find_fullest_rank(timeline: Timeline) -> int:
     """Find the first rank with the highest peak memory."""
     peaks = timeline.peak_memory
     return peaks.index(max(peaks))
@@ -94,7 +94,7 @@ def summary_rows(timeline: Timeline, unit: str | None = None) -> list[tuple[str,
     unit, in_bytes = unit_of(timeline, unit), timeline.units.in_bytes
     idle = timeline.idle_by_cause
     total = sum(idle.values())
-    peak, held = fullest_rank(timeline), [format_memory(size, in_bytes) for size in timeline.peak_memory]
+    peak, held = find_fullest_rank(timeline), [format_memory(size, in_bytes) for size in timeline.peak_memory]
     rows = [
         ("makespan", format_time(timeline.makespan, unit)),
         ("bubble", f"{format_percent(timeline.bubble)} of all ranks' time"),
@@ -141,13 +141,13 @@ def describe_differences(
     if factor != 1.0:
         differences = _convert(differences, factor)
     whole = differences.makespan.predicted
-    yield _whole(differences, words, f"{title or ' and '.join(words)}{f', in {unit}' if unit else ''}", notes)
-    yield _shorten("by rank", ("", *_twice("busy", words), *_twice("idle", words)), _rank_rows(differences), whole)
+    yield _build_totals(differences, words, f"{title or ' and '.join(words)}{f', in {unit}' if unit else ''}", notes)
+    yield _shorten("by rank", ("", *_pair_titles("busy", words), *_pair_titles("idle", words)), _rank_rows(differences), whole)
     causes = [(cause, *_numbers(both), format_signed(both.difference)) for cause, both in differences.idle_by_cause.items()]
     yield TextSection("idle time of all ranks", ("", *words, "difference"), causes)
     yield _shorten("what an action takes", ("", "number", *words, "ratio"), _stage_rows(differences), whole)
     if differences.channels:
-        header = ("", "number", *_twice("until sent", words)[:2], *_twice("under way", words))
+        header = ("", "number", *_pair_titles("until sent", words)[:2], *_pair_titles("under way", words))
         yield _shorten("what a message takes", header, _channel_rows(differences), whole)
     yield TextSection("where they part", sentences=list(_parting(differences, unit)))
     yield from _delays(differences)
@@ -172,7 +172,7 @@ def section_lines(sections: Sequence[TextSection]) -> Iterator[str]:
 # Tables ---------------------------------------------------------------------------------------------------------------
 
 
-def _whole(differences: Differences, words: tuple[str, str], title: str, notes: list[str]) -> TextSection:
+def _build_totals(differences: Differences, words: tuple[str, str], title: str, notes: list[str]) -> TextSection:
     rows = [
         ("makespan", *_numbers(differences.makespan), _ratio(differences.makespan)),
         ("bubble", format_percent(differences.bubble.predicted), format_percent(differences.bubble.measured), _ratio(differences.bubble)),
@@ -195,7 +195,7 @@ def _notes(differences: Differences, words: tuple[str, str]) -> Iterator[str]:
         yield f"the orders differ on rank {rank}: {words[0]} {one}, {words[1]} {other}"
 
 
-def _twice(what: str, words: tuple[str, str]) -> tuple[str, str, str]:
+def _pair_titles(what: str, words: tuple[str, str]) -> tuple[str, str, str]:
     return f"{what}: {words[0]}", words[1], "ratio"
 
 
@@ -240,7 +240,7 @@ def _parting(differences: Differences, unit: str | None) -> Iterator[str]:
     if first is None:
         yield f"nowhere: no action ends more than {allowed} off"
         return
-    yield f"first at {first.action} on rank {first.rank}: it ends at {_instead(first.end.measured, first.end.predicted)},"
+    yield f"first at {first.action} on rank {first.rank}: it ends at {_compare_numbers(first.end.measured, first.end.predicted)},"
     yield f"{format_number(abs(first.late))} too {'late' if first.late > 0 else 'early'}; all before it are within {allowed}"
     yield from _reasons(first, differences.makespan.predicted)
 
@@ -279,7 +279,7 @@ def _delays(differences: Differences) -> Iterator[TextSection]:
 
 def describe_delay(delay: Delay) -> str:
     """Describe one delay in a sentence."""
-    instead = _instead(delay.measured, delay.predicted)
+    instead = _compare_numbers(delay.measured, delay.predicted)
     return {
         ACTION: f"{delay.action} on rank {delay.rank} takes {instead}",
         MESSAGE: f"the message of {delay.action} from rank {delay.source} to {delay.rank} takes {instead}",
@@ -290,7 +290,7 @@ def describe_delay(delay: Delay) -> str:
     }[delay.what]
 
 
-def _instead(measured: float, predicted: float) -> str:
+def _compare_numbers(measured: float, predicted: float) -> str:
     return f"{format_number(measured)} instead of {format_number(predicted)}"
 
 

@@ -9,7 +9,7 @@ from itertools import count, groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.draw.boxes import compute_boxes, main_class, most_held, optimizer_boxes, shares
+from penstock.draw.boxes import compute_boxes, find_most_held, main_class, optimizer_boxes, shares
 from penstock.draw.palette import GAP, OPTIMIZER, OVERLAP, TONES, Line, Piece, Tone, legend_lines, shade
 from penstock.draw.summary import format_memory, format_time, shape_of, summary_rows, title_of, unit_of
 from penstock.ir.action import Action
@@ -92,7 +92,7 @@ def timeline_lines(timeline: Timeline, *, width: int | None = None, bars: str = 
     yield [("memory".ljust(left) + " " * cells.columns + "peak".rjust(right), None)]
     most = max(timeline.peak_memory)
     for rank, name, peak in zip(ranks, names, peaks, strict=True):
-        yield [(name.ljust(left) + sparkline(most_held(timeline.memory(rank), cells.edges), most, bars) + peak.rjust(right), None)]
+        yield [(name.ljust(left) + sparkline(find_most_held(timeline.memory(rank), cells.edges), most, bars) + peak.rjust(right), None)]
     yield []
     if ranks.step > 1:
         yield [(f"1 in {ranks.step} of the {timeline.ranks} ranks is shown", None)]

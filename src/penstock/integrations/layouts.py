@@ -15,6 +15,7 @@ from itertools import accumulate, groupby, pairwise, takewhile
 from typing import Any
 
 from penstock.errors import CostsError, FileFormatError, PlacementError, ScheduleError
+from penstock.ir.formats.reading import parse_json
 from penstock.ir.kind import Kind
 from penstock.ir.schedule import Schedule
 from penstock.planner.bounds.lower_bound import lower_bound
@@ -556,16 +557,13 @@ def read_torchtitan(
 
 
 def _parse_parts(text: str, source: str) -> list[list[str]]:
-    try:
-        parts = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FileFormatError(source, f"not JSON: {error}; write a list of lists of module names") from None
+    parts = parse_json(text, source, "JSON list of lists of module names")
     if (
         not isinstance(parts, list)
         or not parts
         or not all(isinstance(part, list) and all(isinstance(name, str) for name in part) for part in parts)
     ):
         raise FileFormatError(
-            source, 'it is no list of lists of module names, like [["tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]]'
+            source, 'not a list of lists of module names, like [["tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]]'
         )
     return parts

@@ -195,7 +195,7 @@ class PipelineStrategy(DDPStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of all ranks' optimizers by parameter name, so that it can be loaded with any number of ranks."""
-        names = ModelState.of(self.pipeline).first_names()
+        names = ModelState.of(self.pipeline).list_first_names()
         state, aliases = optimizer_state(getattr(optimizer, "_optimizer", optimizer), names)
         state |= {other: state[key] for key, others in aliases.items() for other in others}
         whole: dict[str, Any] = {}
@@ -204,7 +204,7 @@ class PipelineStrategy(DDPStrategy):
         return {_OPTIMIZER: whole} if self.is_global_zero else {}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        names = ModelState.of(self.pipeline).first_names()
+        names = ModelState.of(self.pipeline).list_first_names()
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             if _OPTIMIZER not in state:
                 raise IntegrationError(

@@ -123,14 +123,14 @@ class JsonLinesWriter(FileWriter):
         data = asdict(metrics)
         data |= {"samples_per_second": metrics.samples_per_second, "tokens_per_second": metrics.tokens_per_second}
         data["drifts"] = [asdict(drift) | {"text": str(drift)} for drift in metrics.drifts]
-        return json.dumps(_finite(data), allow_nan=False) + "\n"
+        return json.dumps(_drop_nonfinite(data), allow_nan=False) + "\n"
 
 
-def _finite(value: Any) -> Any:
+def _drop_nonfinite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _drop_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_drop_nonfinite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

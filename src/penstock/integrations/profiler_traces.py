@@ -8,7 +8,6 @@ where the trace has the times of the GPU, those count. The ranks' clocks are ali
 from __future__ import annotations
 
 import gzip
-import json
 import re
 import statistics
 from bisect import bisect_left
@@ -23,16 +22,18 @@ import numpy as np
 
 from penstock.errors import ActionError, FileFormatError, PenstockError
 from penstock.ir.action import Action
+from penstock.ir.formats.reading import check_fields, parse_json
 from penstock.ir.kind import COMPUTE, Kind
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
 from penstock.planner.profile.profile import Layer, Profile
 from penstock.simulator.event_loops.flat import Flat
-from penstock.simulator.measured import measured_costs
+from penstock.simulator.measured import measure_costs
 from penstock.simulator.timeline import Timeline
 from penstock.text.units import Units
 
+_FORM = "trace of torch.profiler"
 _RANGE = re.compile(r"(?:PP:|penstock::)(?P<action>.+)")
 _NUMBERED = re.compile(r"(?P<kind>Forward|Backward) (?P<microbatch>\d+)")
 _COMMUNICATION = re.compile(r"c10d|gloo|nccl|record_param_comms|ProfilerStep")
@@ -74,14 +75,13 @@ def read_trace(path: str | PathLike[str]) -> RankTrace:
     name = str(path)
     try:
         data = Path(path).read_bytes()
-        document = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-    except OSError as error:
-        raise FileFormatError(name, f"cannot be read: {error.strerror or error}") from None
-    except (ValueError, EOFError) as error:
-        raise FileFormatError(name, f"this is not a trace of torch.profiler: {error}") from None
-    events = document.get("traceEvents") if isinstance(document, dict) else None
-    if not isinstance(events, list):
-        raise FileFormatError(name, "this is not a trace of torch.profiler: it has no traceEvents")
+        text = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    except (OSError, EOFError) as error:
+        raise FileFormatError(name, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    document = parse_json(text, name, _FORM)
+    events = check_fields(document, {"traceEvents": (list,)}, error=lambda reason: FileFormatError(name, f"not a {_FORM}: {reason}"))[
+        "traceEvents"
+    ]
     rank = document.get("distributedInfo", {}).get("rank") if isinstance(document.get("distributedInfo"), dict) else None
     base = document.get("baseTimeNanoseconds", 0)
     trace = RankTrace(name, rank if isinstance(rank, int) else _rank_in(name))
@@ -189,7 +189,7 @@ def build_timeline(ranges: Sequence[Sequence[Range]], files: Sequence[str] = ())
     start, end = _action_times(program, times, zero)
     depart, arrive = _message_times(program, times, zero)
     nothing = np.full(len(start), -1.0)
-    costs = measured_costs(program, start, end, arrive - depart, nothing)
+    costs = measure_costs(program, start, end, arrive - depart, nothing)
     return Timeline(program, costs, start, end, depart, arrive, nothing, nothing.copy(), source="measured", units=Units(time_unit="s"))
 
 

@@ -263,7 +263,7 @@ class PipelineMixin:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        _open_state(output_dir).save(self.pipeline, _plain(self.optimizer), step=self.state.global_step, scheduler=self.lr_scheduler)
+        _open_state(output_dir).save(self.pipeline, _unwrap(self.optimizer), step=self.state.global_step, scheduler=self.lr_scheduler)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -271,7 +271,7 @@ class PipelineMixin:
         if not _has_state(checkpoint):
             logger.warning("%s has no folder %r: the optimizer and the learning rate start anew", checkpoint, STATE_FOLDER)
             return
-        _open_state(checkpoint).load_latest(self.pipeline, _plain(self.optimizer), scheduler=self.lr_scheduler)
+        _open_state(checkpoint).load_latest(self.pipeline, _unwrap(self.optimizer), scheduler=self.lr_scheduler)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load plain weights; those of a pipeline's checkpoint are loaded together with the optimizer."""
@@ -298,7 +298,7 @@ def _open_state(checkpoint: str) -> Checkpoints:
     return Checkpoints(os.path.join(checkpoint, STATE_FOLDER), keep=1)
 
 
-def _plain(optimizer: Any) -> Any:
+def _unwrap(optimizer: Any) -> Any:
     """The optimizer inside the accelerator's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 

@@ -200,7 +200,7 @@ def unpack_row(row: NDArray[np.int64], slices: int = 1) -> tuple[Action, ...]:
         microbatches[place] = parts_of[place] = None
     peers = [None if number < 0 else number for number in peer.tolist()] if has_peer.any() else repeat(None)
     kinds = map(_KINDS.__getitem__, kind.tolist())
-    with _paused_collector():
+    with _pause_collector():
         parts = list(map(_Fields, stage.tolist(), kinds, microbatches, repeat(()), peers, parts_of))
         for part in parts:
             part.__class__ = Action  # the same fields, which from here on cannot be assigned
@@ -209,7 +209,7 @@ def unpack_row(row: NDArray[np.int64], slices: int = 1) -> tuple[Action, ...]:
 
 
 @contextmanager
-def _paused_collector() -> Iterator[None]:
+def _pause_collector() -> Iterator[None]:
     """Pause garbage collection while many actions are built: none can be garbage yet, and collecting would take most of the time."""
     if not gc.isenabled():
         yield

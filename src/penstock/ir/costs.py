@@ -11,9 +11,9 @@ from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import CostsError, FileFormatError, nearest
+from penstock.errors import CostsError, FileFormatError
 from penstock.ir.cluster.links import Bandwidth, Lanes, Latency, as_array, check_bandwidth, check_lanes, check_latency, check_ranks
-from penstock.ir.formats.reading import read_settings, suffix_of
+from penstock.ir.formats.reading import check_record, read_settings, suffix_of
 from penstock.ir.formats.toml_form import toml_value
 from penstock.ir.kind import Kind
 from penstock.text.units import check_number
@@ -106,7 +106,7 @@ class Costs:
             elif field.name in _LINKS:
                 self._check_link_field(field.name, value)
             elif value is not None or field.name not in _OPTIONAL:
-                object.__setattr__(self, field.name, _checked(field.name, value))
+                object.__setattr__(self, field.name, _check_value(field.name, value))
         if self.host_bandwidth == 0:
             raise CostsError("host_bandwidth must be more than 0, or None for unlimited")
         if (self.contention == "links") != (self.lanes is not None):
@@ -143,8 +143,8 @@ class Costs:
         """The sum of a field over the stages of each rank."""
         import numpy as np
 
-        values = np.tile(self.per_stage(name, placement.stages), len(placement.copies))
-        return np.asarray(np.bincount(np.ravel(placement.copies), weights=values, minlength=placement.ranks), dtype=np.float64)
+        values = self.per_stage(name, placement.stages)
+        return np.array([sum(values[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)], dtype=np.float64)
 
     def table(self, name: str, stages: int, microbatches: int) -> NDArray[np.float64]:
         """A field's value for every stage (row) and microbatch or slice (column); `b` defaults to i + w."""
@@ -215,8 +215,8 @@ class Costs:
 
     def scaled(self, factor: float) -> Costs:
         """The same costs in another unit of time: every time multiplied by the factor."""
-        times: dict[str, Any] = {name: _mapped(getattr(self, name), lambda time: time * factor) for name in _TIMES}
-        rates: dict[str, Any] = {name: _mapped(getattr(self, name), lambda rate: rate / factor) for name in ("bandwidth", "host_bandwidth")}
+        times: dict[str, Any] = {name: _change(getattr(self, name), lambda time: time * factor) for name in _TIMES}
+        rates: dict[str, Any] = {name: _change(getattr(self, name), lambda rate: rate / factor) for name in ("bandwidth", "host_bandwidth")}
         return replace(self, **times, **rates)
 
     def permuted(self, order: Sequence[int]) -> Costs:
@@ -226,7 +226,7 @@ class Costs:
         ((3.0, 1.0, 2.0),)
         """
         copy = object.__new__(Costs)  # every value has been checked
-        copy.__dict__.update({name: value if name in _LINKS else _permuted(value, order) for name, value in self.__dict__.items()})
+        copy.__dict__.update({name: value if name in _LINKS else _permute(value, order) for name, value in self.__dict__.items()})
         return copy
 
     def to_json(self) -> dict[str, Any]:
@@ -237,13 +237,7 @@ class Costs:
     @classmethod
     def from_json(cls, data: Any) -> Costs:
         """The reverse of `to_json`."""
-        if not isinstance(data, dict):
-            raise CostsError(f"costs are a table of names and values, got {type(data).__name__}")
-        known = [field.name for field in fields(cls)]
-        for name in data:
-            if name not in known:
-                raise CostsError(f"there is no cost {name!r}: {nearest(name, known)}")
-        return cls(**data)
+        return cls(**check_record(data, cls, "costs", error=CostsError))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a `.json` or `.toml` file."""
@@ -265,14 +259,14 @@ class Costs:
             raise FileFormatError(os.fspath(path), str(error)) from None
 
 
-def _mapped(value: Any, change: Callable[[float], float]) -> Any:
+def _change(value: Any, change: Callable[[float], float]) -> Any:
     """Every number of a field changed; None stays."""
     if isinstance(value, tuple):
-        return tuple(_mapped(item, change) for item in value)
+        return tuple(_change(item, change) for item in value)
     return None if value is None else change(value)
 
 
-def _permuted(value: Any, order: Sequence[int]) -> Any:
+def _permute(value: Any, order: Sequence[int]) -> Any:
     """A field's value with every row of one value per microbatch in another order."""
     if not isinstance(value, tuple):
         return value
@@ -288,7 +282,7 @@ def _is_valid(values: NDArray[np.float64]) -> bool:
     return bool(((values >= 0) & (values <= sys.float_info.max)).all())
 
 
-def _checked(name: str, value: Any, depth: int = 0) -> Any:
+def _check_value(name: str, value: Any, depth: int = 0) -> Any:
     if hasattr(value, "tolist"):
         if depth == 0 and name in _PER_ACTION and getattr(value, "ndim", 0) == 2 and value.dtype == float and _is_valid(value):
             return tuple(map(tuple, value.tolist()))
@@ -298,5 +292,5 @@ def _checked(name: str, value: Any, depth: int = 0) -> Any:
             raise CostsError(f"{name} is one number, not one per stage")
         if depth == 2 or (depth == 1 and not name.startswith(tuple(f"{field}[" for field in _PER_ACTION))):
             raise CostsError(f"{name} must be a number, got {value!r}")
-        return tuple(_checked(f"{name}[{k}]", v, depth + 1) for k, v in enumerate(value))
+        return tuple(_check_value(f"{name}[{k}]", v, depth + 1) for k, v in enumerate(value))
     return check_number(name, value)

@@ -32,7 +32,7 @@ from penstock.ir.action import Action
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import COMPUTE, SEND_WAITS, SENDS, Kind
 from penstock.ir.placement import Placement
-from penstock.ir.rows import Flags, Ints, Rows, first_of
+from penstock.ir.rows import Flags, Ints, Rows, find_first
 
 _ENDS = {True: (Kind.SEND_F, Kind.RECV_F), False: (Kind.SEND_B, Kind.RECV_B)}
 """The two ends of a message, of activations (forward) and of gradients."""
@@ -130,26 +130,26 @@ class Linker:
         self._slice_rules(local, missing)
         for forward in (True, False):
             self._edge_rule(forward, local, data, missing)
-        messages = self._send_rules(local, missing) if self.lowered else _joined(Needs)
-        retired = self._wait_rules(messages, local, missing) if self.lowered else _joined(Needs)
+        messages = self._send_rules(local, missing) if self.lowered else _join(Needs)
+        retired = self._wait_rules(messages, local, missing) if self.lowered else _join(Needs)
         self._reduction_rule(local, missing)
-        return Links(_joined(Needs, local), _joined(Needs, data), messages, retired, _joined(Missing, missing))
+        return Links(_join(Needs, local), _join(Needs, data), messages, retired, _join(Missing, missing))
 
     # The rules within a stage -----------------------------------------------------------------------------------------
 
     def _stage_rules(self, local: list[Needs], missing: list[Missing]) -> None:
         for kinds, table, maker in (((Kind.B, Kind.I), self._forwards, Kind.F), ((Kind.W,), self._gradients, Kind.I)):
-            after = self._of(*kinds)
+            after = self._find_entries(*kinds)
             stage, microbatch = self.rows.stage[after], self.rows.microbatch[after]
             self._resolve(table[self._cell(stage, microbatch)], after, codes.pack(stage, int(maker), microbatch), local, missing)
 
     def _copy_rules(self, local: list[Needs], missing: list[Missing]) -> None:
         """A moved activation is made, taken away and brought back, in this order, before its backward."""
-        offloads, reloads = self._of(Kind.OFFLOAD), self._of(Kind.RELOAD)
+        offloads, reloads = self._find_entries(Kind.OFFLOAD), self._find_entries(Kind.RELOAD)
         if not len(offloads) + len(reloads):
             return
-        moved, returned = self._made_by(Kind.OFFLOAD), self._made_by(Kind.RELOAD)
-        backwards = self._of(Kind.B, Kind.I)
+        moved, returned = self._find_makers(Kind.OFFLOAD), self._find_makers(Kind.RELOAD)
+        backwards = self._find_entries(Kind.B, Kind.I)
         cells = self._cell(self.rows.stage[backwards], self.rows.microbatch[backwards])
         backwards = backwards[(moved[cells] >= 0) | (returned[cells] >= 0)]
         for after, table, maker in (
@@ -166,7 +166,7 @@ class Linker:
         if slices == 1:
             return
         for kinds, table, maker, step in (((Kind.F,), self._forwards, Kind.F, -1), ((Kind.B, Kind.I), self._gradients, Kind.I, 1)):
-            after = self._of(*kinds)
+            after = self._find_entries(*kinds)
             after = after[self.rows.microbatch[after] % slices != (0 if step < 0 else slices - 1)]
             stage, unit = self.rows.stage[after], self.rows.microbatch[after] + step
             self._resolve(table[self._cell(stage, unit)], after, codes.pack(stage, int(maker), unit), local, missing)
@@ -175,7 +175,7 @@ class Linker:
 
     def _edge_rule(self, forward: bool, local: list[Needs], data: list[Needs], missing: list[Missing]) -> None:
         """Activations forward or gradients backward along every edge that touches the consumer's stage."""
-        consumers = self._of(Kind.F) if forward else self._of(Kind.B, Kind.I)
+        consumers = self._find_entries(Kind.F) if forward else self._find_entries(Kind.B, Kind.I)
         makers, maker_kind = (self._forwards, Kind.F) if forward else (self._gradients, Kind.I)
         table = self.graph.input_table if forward else self.graph.output_table
         for column in range(table.shape[1]):
@@ -208,32 +208,32 @@ class Linker:
         pairs: list[Needs] = []
         for forward, makers, maker in ((True, self._forwards, Kind.F), (False, self._gradients, Kind.I)):
             send, receive = _ENDS[forward]
-            entries = self._of(send)
+            entries = self._find_entries(send)
             stage, microbatch = self.rows.stage[entries], self.rows.microbatch[entries]
             self._resolve(makers[self._cell(stage, microbatch)], entries, codes.pack(stage, int(maker), microbatch), local, missing)
             sent, received = self._ends[send], self._ends[receive]
             both = (sent >= 0) & (received >= 0)
             pairs.append(Needs(sent[both], received[both]))
-        edge, carrier, microbatch = self.shared(forward=False)
+        edge, carrier, microbatch = self.find_shared(forward=False)
         entries, reader = self._ends[Kind.SEND_B][carrier * self.units + microbatch], self.graph.edge_table[edge, 1]
         there = entries >= 0
         entries, reader, microbatch = entries[there], reader[there], microbatch[there]
         code = codes.pack(reader, int(Kind.I), microbatch)
         self._resolve(self._gradients[self._cell(reader, microbatch)], entries, code, local, missing)
-        return _joined(Needs, pairs)
+        return _join(Needs, pairs)
 
     # The rules of waits -----------------------------------------------------------------------------------------------
 
     def _wait_rules(self, messages: Needs, local: list[Needs], missing: list[Missing]) -> Needs:
         """A WAIT_SEND needs its send; and the pairs of a message's receive and the WAIT_SEND of its sender."""
-        waits = self._of(*SEND_WAITS)
+        waits = self._find_entries(*SEND_WAITS)
         if not len(waits):
-            return _joined(Needs)
+            return _join(Needs)
         send = self.sends_awaited(waits)
         stage, microbatch, peer = self.rows.stage[waits], self.rows.microbatch[waits], peer_stages(self.rows)[waits]
         kind = np.where(self.rows.kind[waits] == Kind.WAIT_SEND_F, *SENDS)
         self._resolve(send, waits, message_code(kind, stage, peer, microbatch), local, missing)
-        receive = first_of(messages.before, messages.after, len(self.rows.codes) + 1)[send]  # of no send, -1: the last place
+        receive = find_first(messages.before, messages.after, len(self.rows.codes) + 1)[send]  # of no send, -1: the last place
         return Needs(receive[receive >= 0], waits[receive >= 0])
 
     def sends_awaited(self, waits: Ints) -> Ints:
@@ -242,17 +242,17 @@ class Linker:
         stage, peer = self.rows.stage[waits], peer_stages(self.rows)[waits]
         edge = self.edge_between(stage, peer)
         for wait, kind in zip(SEND_WAITS, SENDS, strict=True):
-            along = (self.rows.kind[waits] == wait) & (edge >= 0) & ((peer - stage) * towards(kind) > 0)
+            along = (self.rows.kind[waits] == wait) & (edge >= 0) & ((peer - stage) * find_direction(kind) > 0)
             send[along] = self._ends[kind][edge[along] * self.units + self.rows.microbatch[waits[along]]]
         return send
 
     def _reduction_rule(self, local: list[Needs], missing: list[Missing]) -> None:
         """A WAIT_REDUCE_GRAD needs the REDUCE_GRAD of its stage on its own rank."""
-        waits = self._of(Kind.WAIT_REDUCE_GRAD)
+        waits = self._find_entries(Kind.WAIT_REDUCE_GRAD)
         if not len(waits):
             return
-        reduces, stages, rank = self._of(Kind.REDUCE_GRAD), self.graph.stages, self.rows.rank
-        table = first_of(rank[reduces] * stages + self.rows.stage[reduces], reduces, len(self.rows) * stages)
+        reduces, stages, rank = self._find_entries(Kind.REDUCE_GRAD), self.graph.stages, self.rows.rank
+        table = find_first(rank[reduces] * stages + self.rows.stage[reduces], reduces, len(self.rows) * stages)
         stage = self.rows.stage[waits]
         self._resolve(table[rank[waits] * stages + stage], waits, codes.pack(stage, int(Kind.REDUCE_GRAD)), local, missing)
 
@@ -268,7 +268,7 @@ class Linker:
         if not forward:
             return self.gradient_at(low, microbatch)
         use = self.forward_at(high, microbatch)
-        edge, carrier, shared_microbatch = self.shared(forward)
+        edge, carrier, shared_microbatch = self.find_shared(forward)
         if not len(edge):
             return use
         never = len(self.rows.codes)
@@ -302,7 +302,7 @@ class Linker:
         low, high = self.graph.edge_table[self.carried_by(forward, self.edge_between(one, other), microbatch)].T
         return low, high
 
-    def shared(self, forward: bool) -> tuple[Ints, Ints, Ints]:
+    def find_shared(self, forward: bool) -> tuple[Ints, Ints, Ints]:
         """The edges that have no message of their own: the edge, the one that carries it, and the microbatch."""
         table = self._carriers[forward]
         if table is None:
@@ -330,7 +330,7 @@ class Linker:
     def _inside(self) -> Flags:
         return (self.rows.stage < self.graph.stages) & (self.rows.microbatch < self.units)
 
-    def _of(self, *kinds: Kind) -> Ints:
+    def _find_entries(self, *kinds: Kind) -> Ints:
         """The entries of these kinds, inside the counts."""
         return np.flatnonzero(self.rows.is_kind(*kinds) & self._inside)
 
@@ -346,16 +346,16 @@ class Linker:
 
     @cached_property
     def _forwards(self) -> Ints:
-        return self._made_by(Kind.F)
+        return self._find_makers(Kind.F)
 
     @cached_property
     def _gradients(self) -> Ints:
-        return self._made_by(Kind.B, Kind.I)
+        return self._find_makers(Kind.B, Kind.I)
 
-    def _made_by(self, *kinds: Kind) -> Ints:
-        entries = self._of(*kinds)
+    def _find_makers(self, *kinds: Kind) -> Ints:
+        entries = self._find_entries(*kinds)
         cells = self._cell(self.rows.stage[entries], self.rows.microbatch[entries])
-        return first_of(cells, entries, (int(self._place.max()) + 1) * self.units)
+        return find_first(cells, entries, (int(self._place.max()) + 1) * self.units)
 
     @cached_property
     def _ends(self) -> dict[Kind, Ints]:
@@ -363,12 +363,12 @@ class Linker:
         return {kind: self._end_table(kind) for kind in (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)}
 
     def _end_table(self, kind: Kind) -> Ints:
-        entries = self._of(kind)
+        entries = self._find_entries(kind)
         stage, peers = self.rows.stage[entries], peer_stages(self.rows)[entries]
         edge = self.edge_between(stage, peers)
-        along = (edge >= 0) & ((peers - stage) * towards(kind) > 0)  # activations only go up, gradients only down
+        along = (edge >= 0) & ((peers - stage) * find_direction(kind) > 0)  # activations only go up, gradients only down
         entries, edge = entries[along], edge[along]
-        return first_of(edge * self.units + self.rows.microbatch[entries], entries, len(self.graph.edges) * self.units)
+        return find_first(edge * self.units + self.rows.microbatch[entries], entries, len(self.graph.edges) * self.units)
 
     def edge_between(self, one: Ints, other: Ints) -> Ints:
         """The index of the edge between two stages, -1 if there is none."""
@@ -412,7 +412,7 @@ def find_deliveries(links: Links, rows: Rows, *, sharing: bool = True) -> Delive
     before, after = links.data
     begun, made = _makers(links, rows, sharing)
     if not sharing:
-        return _in_order(Deliveries(begun[before], made[before], before, after, after, rows.stage[after]))
+        return _sort(Deliveries(begun[before], made[before], before, after, after, rows.stage[after]))
     sends, forward = rows.is_kind(*SENDS)[before], rows.is_kind(Kind.F)[after]
     span, ranks = len(rows.codes), len(rows)
     key = np.where(sends, before, np.where(forward, before * ranks + rows.rank[after], (span + after) * ranks + rows.rank[before]))
@@ -423,10 +423,10 @@ def find_deliveries(links: Links, rows: Rows, *, sharing: bool = True) -> Delive
     before, after = before[order], after[order]
     first, last = (ends.reduceat(after, starts) for ends in (np.minimum, np.maximum))
     sent, peer = np.maximum.reduceat(before, starts), np.maximum.reduceat(rows.stage[after], starts)
-    return _in_order(Deliveries(np.minimum.reduceat(begun[before], starts), made[sent], sent, first, last, peer))
+    return _sort(Deliveries(np.minimum.reduceat(begun[before], starts), made[sent], sent, first, last, peer))
 
 
-def _in_order(deliveries: Deliveries) -> Deliveries:
+def _sort(deliveries: Deliveries) -> Deliveries:
     order = np.argsort(deliveries.sent * (deliveries.peer.max(initial=0) + 1) + deliveries.peer, kind="stable")
     return Deliveries(*(column[order] for column in deliveries))
 
@@ -452,7 +452,7 @@ def find_releases(rows: Rows) -> Needs:
     """
     offloads = np.flatnonzero(rows.is_kind(Kind.OFFLOAD))
     if not len(offloads):
-        return _joined(Needs)
+        return _join(Needs)
     never = len(rows.codes)
     forwards, computes = (np.append(np.flatnonzero(rows.is_kind(*kinds)), never) for kinds in ((Kind.F,), COMPUTE))
     beside = np.append(rows.group_ends, never)[computes[np.searchsorted(computes, offloads)]]
@@ -460,13 +460,13 @@ def find_releases(rows: Rows) -> Needs:
     forward = np.where(forward < rows.offsets[rows.rank[offloads] + 1], forward, never)
     reloads = np.flatnonzero(rows.is_kind(Kind.RELOAD))
     cell = rows.stage * (int(rows.microbatch.max(initial=0)) + 1) + rows.microbatch
-    reload = first_of(cell[reloads], reloads, int(cell.max(initial=0)) + 1)[cell[offloads]]
+    reload = find_first(cell[reloads], reloads, int(cell.max(initial=0)) + 1)[cell[offloads]]
     reload = np.where(reload > offloads, reload, never)
     release = np.minimum(forward, reload)
     return Needs(offloads[release < never], release[release < never])
 
 
-def towards(kind: Kind) -> int:
+def find_direction(kind: Kind) -> int:
     """The step from a communication's stage to its neighbour's: +1 up the chain, -1 down."""
     return int(_STEP[kind])
 
@@ -485,6 +485,6 @@ def message_code(kind: Kind | Ints, stage: Ints, other: Ints, microbatch: Ints) 
 _List = TypeVar("_List", Needs, Missing)
 
 
-def _joined(of: type[_List], parts: Iterable[_List] = ()) -> _List:
+def _join(of: type[_List], parts: Iterable[_List] = ()) -> _List:
     none = np.zeros(0, dtype=np.int64)
     return of(*(np.concatenate(column) for column in zip((none, none), *parts, strict=True)))

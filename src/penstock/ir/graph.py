@@ -79,15 +79,15 @@ class StageGraph:
     @cached_property
     def input_table(self) -> NDArray[np.int64]:
         """One row per stage: its inputs, filled up with -1."""
-        return _filled(self._inputs)
+        return _pad(self._inputs)
 
     @cached_property
     def output_table(self) -> NDArray[np.int64]:
         """One row per stage: its readers, filled up with -1."""
-        return _filled(self._outputs)
+        return _pad(self._outputs)
 
 
-def _filled(lists: tuple[tuple[int, ...], ...]) -> NDArray[np.int64]:
+def _pad(lists: tuple[tuple[int, ...], ...]) -> NDArray[np.int64]:
     import numpy as np
 
     width = max(map(len, lists), default=0)

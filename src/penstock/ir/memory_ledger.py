@@ -118,7 +118,7 @@ def _list_stage_changes(table: Table, costs: Costs) -> list[Changes]:
         (_PARAMETERS, (Kind.UNSHARD,), When.START, parameters),
         (_PARAMETERS, (Kind.RESHARD,), When.END, -parameters),
     ]
-    rows, inside = table.rows, _inside(table)
+    rows, inside = table.rows, _find_inside(table)
     changes = []
     for category, kinds, when, sizes in (activations if table.training else []) + gathered:
         entries = np.flatnonzero(rows.is_kind(*kinds) & inside)
@@ -128,7 +128,7 @@ def _list_stage_changes(table: Table, costs: Costs) -> list[Changes]:
 
 def _list_moves(table: Table, activation: Floats) -> list[Changes]:
     """Activations that leave the device and come back."""
-    rows, inside, (moved, released) = table.rows, _inside(table), find_releases(table.rows)
+    rows, inside, (moved, released) = table.rows, _find_inside(table), find_releases(table.rows)
     moved, released = moved[inside[moved]], released[inside[moved]]
     back = np.flatnonzero(rows.is_kind(Kind.RELOAD) & inside)
     return [
@@ -140,7 +140,7 @@ def _list_moves(table: Table, activation: Floats) -> list[Changes]:
 def list_host_changes(table: Table, costs: Costs) -> Changes:
     """Every change of the host memory that holds activations of a rank."""
     rows, local, activation = table.rows, table.links.local, _sizes(costs, table, "activation")
-    taken = np.flatnonzero(rows.is_kind(Kind.OFFLOAD) & _inside(table))
+    taken = np.flatnonzero(rows.is_kind(Kind.OFFLOAD) & _find_inside(table))
     free = local.after[rows.is_kind(Kind.RELOAD)[local.before] & rows.is_kind(Kind.B, Kind.I)[local.after]]
     parts = [
         _changes(_ACTIVATIONS, entries, When.START, sign * activation[rows.stage[entries], rows.microbatch[entries]])
@@ -149,7 +149,7 @@ def list_host_changes(table: Table, costs: Costs) -> Changes:
     return Changes(*(np.concatenate([getattr(part, name) for part in parts]) for name in Changes._fields))
 
 
-def _inside(table: Table) -> Flags:
+def _find_inside(table: Table) -> Flags:
     return (table.rows.stage < table.stages) & (table.rows.microbatch < table.units)
 
 

@@ -21,7 +21,8 @@ class Placement:
     """For each copy of the model, the rank of each stage.
 
     All placements but the bidirectional have one copy. With two, even microbatches run through the first copy and odd
-    ones through the second. A stage's *chunk* is its index among the stages of its rank.
+    ones through the second; with any number of them, microbatch m runs through copy m mod copies. Copies may share a rank for
+    a stage, which the rank then holds once. A stage's *chunk* is its index among the stages of its rank.
 
     >>> Placement.v(4).stages_of(1)
     (1, 6)
@@ -36,27 +37,27 @@ class Placement:
     @classmethod
     def linear(cls, ranks: int) -> Placement:
         """Stage s on rank s."""
-        return cls._made("linear", ranks, [range(ranks)])
+        return cls._build("linear", ranks, [range(ranks)])
 
     @classmethod
     def looped(cls, ranks: int, chunks: int) -> Placement:
         """Stage s on rank s mod ranks: each rank is passed `chunks` times in the same direction."""
-        return cls._made("looped", ranks, [[s % ranks for s in range(ranks * chunks)]])
+        return cls._build("looped", ranks, [[s % ranks for s in range(ranks * chunks)]])
 
     @classmethod
     def v(cls, ranks: int) -> Placement:
         """Down the ranks and up again: rank r holds stages r and 2 ranks - 1 - r."""
-        return cls._made("v", ranks, [_waves(ranks, 1)])
+        return cls._build("v", ranks, [_waves(ranks, 1)])
 
     @classmethod
     def wave(cls, ranks: int, waves: int) -> Placement:
         """The V, repeated: 2 x waves chunks per rank."""
-        return cls._made("wave", ranks, [_waves(ranks, waves)])
+        return cls._build("wave", ranks, [_waves(ranks, waves)])
 
     @classmethod
     def bidirectional(cls, ranks: int) -> Placement:
         """Two copies of the model in opposite directions: rank r holds stage r of one and ranks - 1 - r of the other."""
-        return cls._made("bidirectional", ranks, [range(ranks), range(ranks - 1, -1, -1)])
+        return cls._build("bidirectional", ranks, [range(ranks), range(ranks - 1, -1, -1)])
 
     @classmethod
     def custom(cls, *copies: Sequence[int], ranks: int | None = None) -> Placement:
@@ -66,10 +67,10 @@ class Placement:
         if any(len(copy) != len(copies[0]) for copy in copies):
             raise PlacementError(f"each copy must place the same stages, got copies of {[len(c) for c in copies]} stages")
         highest = max(max(copy) for copy in copies)
-        return cls._made("custom", highest + 1 if ranks is None else ranks, copies)
+        return cls._build("custom", highest + 1 if ranks is None else ranks, copies)
 
     @classmethod
-    def _made(cls, kind: str, ranks: int, copies: Iterable[Iterable[int]]) -> Placement:
+    def _build(cls, kind: str, ranks: int, copies: Iterable[Iterable[int]]) -> Placement:
         if index(ranks) < 1:
             raise PlacementError(f"{ranks} ranks: a {kind} placement needs at least 1")
         maps = tuple(tuple(index(rank) for rank in copy) for copy in copies)
@@ -94,10 +95,10 @@ class Placement:
 
     @cached_property
     def _held(self) -> tuple[tuple[int, ...], ...]:
-        held: list[list[int]] = [[] for _ in range(self.ranks)]
+        held: list[dict[int, None]] = [{} for _ in range(self.ranks)]
         for copy in self.copies:
             for stage, rank in enumerate(copy):
-                held[rank].append(stage)
+                held[rank][stage] = None
         return tuple(map(tuple, held))
 
     @cached_property
@@ -107,7 +108,7 @@ class Placement:
         return np.array(self.copies, dtype=np.int64)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, in chunk order."""
+        """The stages that a rank holds, each once, in chunk order."""
         return self._held[rank]
 
     def rank_of(self, stage: int, microbatch: int = 0) -> int:
@@ -116,10 +117,7 @@ class Placement:
 
     def chunk_of(self, stage: int, microbatch: int = 0) -> int:
         """The stage's index among the stages of the rank that runs it for this microbatch."""
-        copy = microbatch % len(self.copies)
-        rank = self.copies[copy][stage]
-        before = sum(r == rank for earlier in self.copies[:copy] for r in earlier)
-        return before + sum(r == rank for r in self.copies[copy][:stage])
+        return self._held[self.rank_of(stage, microbatch)].index(stage)
 
     def ranks_of(self, stages: Any, microbatches: Any) -> NDArray[np.int64]:
         """`rank_of` for whole arrays."""

@@ -14,7 +14,7 @@ from penstock.ir.table import Table
 
 
 @dataclass(frozen=True)
-class Buffers:
+class BufferCounts:
     """How many slots a program needs, each rank's `(stage, count)` pairs and each channel's count of messages under way.
 
     A channel is `(from rank, to rank, kind)`, the kind that of its sends: `SEND_F` activations, `SEND_B` gradients.
@@ -35,7 +35,7 @@ class Buffers:
         }
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Buffers:
+    def from_json(cls, data: dict[str, Any]) -> BufferCounts:
         return cls(
             tuple({int(s): int(n) for s, n in rank.items()} for rank in data["activations"]),
             tuple({int(s): int(n) for s, n in rank.items()} for rank in data["gradients"]),
@@ -58,7 +58,7 @@ class Program(Table):
         graph: StageGraph | None = None,
         name: str = "",
         passes: str = "",
-        buffers: Buffers | None = None,
+        buffers: BufferCounts | None = None,
         lowered: bool = True,
         slices: int = 1,
     ) -> None:

@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
-def first_of(keys: Ints, entries: Ints, size: int) -> Ints:
+def find_first(keys: Ints, entries: Ints, size: int) -> Ints:
     """A table of the first entry of each key, -1 if there is none."""
     table = np.full(size, -1, dtype=np.int64)
     table[keys[::-1]] = entries[::-1]

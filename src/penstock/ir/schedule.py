@@ -51,7 +51,7 @@ class Schedule(Table):
         return Rows.join([self._source(rank) for rank in range(self.ranks)]).cut_into(self.slices)
 
     def row(self, rank: int) -> Ints:
-        rank = self._checked(rank)
+        rank = self._check_rank(rank)
         return self.rows.row(rank) if "rows" in self.__dict__ else self._source(rank)
 
     def with_graph(self, graph: StageGraph) -> Schedule:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.ir.dependencies import Needs
-from penstock.ir.rows import Ints, Rows, first_of
+from penstock.ir.rows import Ints, Rows, find_first
 
 
 @dataclass(frozen=True)
@@ -72,5 +72,5 @@ def _list_successors(rows: Rows, waits: Needs, lag: Ints | None) -> tuple[Ints, 
     before, after, lags = before[order], after[order], lags[order]
     following = np.arange(1, len(before) + 1)
     following[np.append(before[1:] != before[:-1], True)[: len(before)]] = -1
-    head = first_of(before, np.arange(len(before)), num_groups)
+    head = find_first(before, np.arange(len(before)), num_groups)
     return np.bincount(after, minlength=num_groups), head, following, after, lags

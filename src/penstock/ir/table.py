@@ -75,7 +75,7 @@ class Table(ABC):
 
     def row(self, rank: int) -> Ints:
         """One rank's packed actions."""
-        return self.rows.row(self._checked(rank))
+        return self.rows.row(self._check_rank(rank))
 
     @property
     def ranks(self) -> int:
@@ -141,7 +141,7 @@ class Table(ABC):
         slices = f" of {self.slices} slices" if self.slices > 1 else ""
         return f"{self.placement.describe()}, {self.microbatches} microbatches{slices}"
 
-    def _checked(self, rank: int) -> int:
+    def _check_rank(self, rank: int) -> int:
         if not -self.ranks <= rank < self.ranks:
             raise IndexError(f"rank {rank}: there are {self.ranks} ranks, 0 to {self.ranks - 1}")
         return rank % self.ranks

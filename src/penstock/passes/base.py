@@ -46,7 +46,7 @@ class Pass(ABC):
             raise PassError(f"pass {cls.name} needs the option {missing[0]!r}")
         return cls(**{name: _read(cls.name, name, text) for name, text in options.items()})
 
-    def _passed(self, program: Program, **fields: Any) -> Program:
+    def _record(self, program: Program, **fields: Any) -> Program:
         """Return the changed program, with this pass added to its list of passes."""
         done = f"{program.passes},{self}" if program.passes else str(self)
         return program.changed(passes=done, **fields)
@@ -75,12 +75,6 @@ def _read(pass_name: str, option: str, text: str) -> Any:
         raise PassError(f"option {option}={text} of pass {pass_name} is not a list of {what} like 0+2+5") from None
 
 
-def check_count(pass_name: str, option: str, value: object, least: int) -> None:
-    """Refuse anything but a whole number of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise PassError(f"{option}={value} of pass {pass_name}: it must be a whole number of at least {least}")
-
-
 def check_stages(pass_name: str, stages: Stages, program: Program) -> None:
     """Refuse stages that the program does not have."""
     wrong = [stage for stage in stages or () if not 0 <= stage < program.stages]
@@ -88,7 +82,7 @@ def check_stages(pass_name: str, stages: Stages, program: Program) -> None:
         raise PassError(f"pass {pass_name} is limited to stage {wrong[0]}, but the program has stages 0 to {program.stages - 1}")
 
 
-def limited(stages: Stages, column: Any) -> Any:
+def is_within(stages: Stages, column: Any) -> Any:
     """Whether each entry of a stage column is within the limit."""
     import numpy as np
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from penstock.errors import PassError
 from penstock.ir.kind import Kind
-from penstock.ir.program import Buffers as Slots
-from penstock.ir.program import Program
+from penstock.ir.program import BufferCounts, Program
 from penstock.ir.rows import Ints
-from penstock.passes.base import Pass, check_count
+from penstock.passes.base import Pass
+from penstock.text.units import check_count
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Buffers(Pass):
 
     def __post_init__(self) -> None:
         if self.slots is not None:
-            check_count(self.name, "slots", self.slots, 1)
+            check_count("slots of pass buffers", self.slots, error=PassError)
 
     def apply(self, program: Program) -> Program:
         if not program.lowered:
             raise PassError("the program has no messages yet: run the pass 'send-receive' first")
-        return self._passed(program, buffers=Slots(*stage_slots(program), self._channels(program)))
+        return self._record(program, buffers=BufferCounts(*stage_slots(program), self._channels(program)))
 
     def _channels(self, program: Program) -> dict[tuple[int, int, Kind], int]:
         counts = channel_slots(program)
@@ -49,14 +49,14 @@ def stage_slots(program: Program) -> tuple[StageSlots, StageSlots]:
     ends = rows.is_kind(Kind.B, Kind.I) if program.training else rows.is_kind(Kind.F)
     uses = np.flatnonzero(ends)
     inputs = np.flatnonzero(rows.is_kind(Kind.F))
-    starts = _earliest(program, inputs, rows.is_kind(Kind.RECV_F))
-    activations = _most_alive(program, starts, rows.stage[inputs], rows.group_starts[uses], rows.stage[uses])
+    starts = _find_arrivals(program, inputs, rows.is_kind(Kind.RECV_F))
+    activations = _count_alive(program, starts, rows.stage[inputs], rows.group_starts[uses], rows.stage[uses])
     made, used = _gradients(program)
-    gradients = _most_alive(program, made, rows.stage[used], rows.group_starts[used], rows.stage[used])
+    gradients = _count_alive(program, made, rows.stage[used], rows.group_starts[used], rows.stage[used])
     return activations, gradients
 
 
-def _earliest(program: Program, inputs: Ints, received: np.ndarray) -> Ints:
+def _find_arrivals(program: Program, inputs: Ints, received: np.ndarray) -> Ints:
     """The entry at which each forward's input arrives: its first receive, or the forward itself."""
     links, rows = program.links, program.rows
     at = np.arange(len(rows.codes))
@@ -77,7 +77,7 @@ def _gradients(program: Program) -> tuple[Ints, Ints]:
     return first[used], used
 
 
-def _most_alive(program: Program, start: Ints, start_stage: Ints, end: Ints, end_stage: Ints) -> StageSlots:
+def _count_alive(program: Program, start: Ints, start_stage: Ints, end: Ints, end_stage: Ints) -> StageSlots:
     """The most intervals open at once for each rank and stage; an interval that ends when another starts is still open."""
     rows = program.rows
     at = np.concatenate((start, end))
@@ -109,7 +109,7 @@ def channel_slots(program: Program) -> dict[tuple[int, int, Kind], int]:
         return {}
     span = len(rows.codes)
     through = np.maximum.accumulate(index * span + uses)  # a slot is free again once this and all earlier messages were used
-    used = np.searchsorted(through, index * span + _known(program, sends, uses), side="right")
+    used = np.searchsorted(through, index * span + _find_known(program, sends, uses), side="right")
     most = np.maximum.reduceat(np.arange(len(sends)) + 1 - used, first)
     return {
         (key // 2 // num_ranks, key // 2 % num_ranks, Kind.SEND_F if key % 2 else Kind.SEND_B): count
@@ -117,7 +117,7 @@ def channel_slots(program: Program) -> dict[tuple[int, int, Kind], int]:
     }
 
 
-def _known(program: Program, sends: Ints, uses: Ints) -> Ints:
+def _find_known(program: Program, sends: Ints, uses: Ints) -> Ints:
     """For each message, the last entry of its receiver that its sender knows to be through by then, -1 if it knows of none.
 
     If a rank uses a message, its sender has finished everything before that send.

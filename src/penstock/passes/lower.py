@@ -93,7 +93,7 @@ def lower_rank(
     """
     if receive == "paired":
         return lower(schedule, fsdp=fsdp, merge_backward=merge_backward, receive=receive)[rank]
-    program = _around(schedule, rank)
+    program = _keep_around(schedule, rank)
     for step in lowering(fsdp=fsdp, merge_backward=merge_backward, receive=receive):
         if isinstance(step, SendReceive):
             program = step.place(program)
@@ -102,7 +102,7 @@ def lower_rank(
     return program[rank]
 
 
-def _around(schedule: Schedule, rank: int) -> Program:
+def _keep_around(schedule: Schedule, rank: int) -> Program:
     """The rank and those it has messages with; the other rows empty."""
     own = set(schedule.placement.stages_of(rank))
     near = own | {stage for edge in schedule.graph.edges if own & set(edge) for stage in edge}

@@ -9,8 +9,8 @@ import numpy as np
 from penstock.ir.kind import COMPUTE, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Ints, Rows
-from penstock.passes.base import Pass, Stages, check_stages, limited
-from penstock.passes.split_backward import with_kind
+from penstock.passes.base import Pass, Stages, check_stages, is_within
+from penstock.passes.split_backward import change_kind
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class MergeBackward(Pass):
     def apply(self, program: Program) -> Program:
         check_stages(self.name, self.stages, program)
         rows = program.rows
-        inputs, weights = _anywhere(rows, program) if self.apart else _neighbours(rows)
-        wanted = limited(self.stages, rows.stage[inputs])
+        inputs, weights = _pair_anywhere(rows, program) if self.apart else _neighbours(rows)
+        wanted = is_within(self.stages, rows.stage[inputs])
         keep = np.ones(len(rows.codes), dtype=np.bool_)
         keep[weights[wanted]] = False
-        merged = Rows(with_kind(rows.codes, inputs[wanted], Kind.B), rows.offsets)
-        return self._passed(program, rows=merged.keep(keep))
+        merged = Rows(change_kind(rows.codes, inputs[wanted], Kind.B), rows.offsets)
+        return self._record(program, rows=merged.keep(keep))
 
 
 def _neighbours(rows: Rows) -> tuple[Ints, Ints]:
@@ -44,7 +44,7 @@ def _neighbours(rows: Rows) -> tuple[Ints, Ints]:
     return here[match], there[match]
 
 
-def _anywhere(rows: Rows, program: Program) -> tuple[Ints, Ints]:
+def _pair_anywhere(rows: Rows, program: Program) -> tuple[Ints, Ints]:
     def entries(kind: Kind) -> Ints:
         return np.flatnonzero(rows.is_kind(kind))
 

@@ -10,8 +10,9 @@ from penstock.errors import PassError
 from penstock.ir import codes
 from penstock.ir.kind import COMPUTE, COPIES, Kind
 from penstock.ir.program import Program
-from penstock.ir.rows import Ints, Rows, first_of
-from penstock.passes.base import Pass, Stages, check_count, check_stages, limited
+from penstock.ir.rows import Ints, Rows, find_first
+from penstock.passes.base import Pass, Stages, check_stages, is_within
+from penstock.text.units import check_count
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,8 @@ class Offload(Pass):
     def __post_init__(self) -> None:
         shares: tuple[object, ...] = self.share if isinstance(self.share, tuple) else (self.share,)
         for share in shares:
-            if not isinstance(share, int) or isinstance(share, bool) or not 0 <= share <= 100:
-                raise PassError(f"share={share} of pass offload: it must be a whole percentage from 0 to 100")
-        check_count(self.name, "ahead", self.ahead, 0)
+            check_count("share of pass offload, a percentage,", share, 0, 100, error=PassError)
+        check_count("ahead of pass offload", self.ahead, 0, error=PassError)
 
     def apply(self, program: Program) -> Program:
         rows = program.rows
@@ -53,14 +53,14 @@ class Offload(Pass):
         stage, unit, rank = rows.stage[forward], rows.microbatch[forward], rows.rank[forward]
         before = np.concatenate((rows.group_ends[forward], reload))
         entries = np.concatenate([codes.pack(stage, int(kind), unit) for kind in COPIES])
-        return self._passed(program, rows=rows.insert(before, entries, np.tile(rank, 2), np.tile(forward, 2)).cut_into(program.slices))
+        return self._record(program, rows=rows.insert(before, entries, np.tile(rank, 2), np.tile(forward, 2)).cut_into(program.slices))
 
     def _budgets(self, program: Program, lives: _Lives) -> list[tuple[Ints, int]]:
         """The activations that compete with each other, and how many of them may move."""
         rows, stage, rank = program.rows, program.rows.stage[lives.forward], program.rows.rank[lives.forward]
         forwards = np.flatnonzero(rows.is_kind(Kind.F))
         shares = self.share if isinstance(self.share, tuple) else (self.share,) * len(rows)
-        competing, allowed = limited(self.stages, stage), limited(self.stages, rows.stage[forwards])
+        competing, allowed = is_within(self.stages, stage), is_within(self.stages, rows.stage[forwards])
         counts = np.bincount(rows.rank[forwards][allowed], minlength=len(rows)).tolist()
         return [
             (np.flatnonzero((rank == number) & competing), share * count // 100)
@@ -83,7 +83,7 @@ class _Lives:
         span = program.stages * program.units
         forwards, backwards = (np.flatnonzero(rows.is_kind(*kinds)) for kinds in ((Kind.F,), (Kind.B, Kind.I)))
         cell = rows.stage * program.units + rows.microbatch
-        backward = first_of(cell[backwards], backwards, span)[cell[forwards]]
+        backward = find_first(cell[backwards], backwards, span)[cell[forwards]]
         forwards, backward = forwards[backward >= 0], backward[backward >= 0]
         starts, offsets = _compute_starts(rows)
         rank = rows.rank[forwards]

@@ -44,7 +44,7 @@ class Receive(Pass):
             raise PassError("the program has no messages yet: run the pass 'send-receive' first")
         rows = program.rows
         sent = program.changed(rows=rows.keep(~rows.is_kind(*RECEIVES)))
-        return prove(self._passed(sent, rows=place_receives(sent, self.place)), self.place)
+        return prove(self._record(sent, rows=place_receives(sent, self.place)), self.place)
 
 
 def check_place(pass_name: str, option: str, place: Placing) -> None:
@@ -81,7 +81,7 @@ def place_receives(sent: Program, place: Placing) -> Rows:
     linker = Linker(sent.rows, sent.placement, sent.graph, sent.units, lowered=False)
     messages = _Receives.of(linker)
     if place == "paired":
-        return _paired(sent, linker, messages)
+        return _pair(sent, linker, messages)
     return _ahead(sent.rows, messages, 0 if place == "just-in-time" else int(place))
 
 
@@ -118,20 +118,20 @@ def _ahead(rows: Rows, messages: _Receives, depth: int) -> Rows:
     wanted = starts[np.maximum(turn - depth, first)]
     order = np.argsort(messages.channel, kind="stable")
     before = np.empty(len(wanted), dtype=np.int64)
-    before[order] = _least_to_come(wanted[order], messages.channel[order])
+    before[order] = _find_least_to_come(wanted[order], messages.channel[order])
     tie = np.empty(len(wanted), dtype=np.int64)
     tie[order] = np.arange(len(order))
     return rows.insert(before, messages.code, messages.rank, tie)
 
 
-def _least_to_come(values: Ints, segment: Ints) -> Ints:
+def _find_least_to_come(values: Ints, segment: Ints) -> Ints:
     """For each value the least of it and all later ones of its segment; segments are contiguous and ascending."""
     span = int(values.max(initial=0)) + 1
     lowered = values + segment * span
     return np.asarray(np.minimum.accumulate(lowered[::-1])[::-1] - segment * span, dtype=np.int64)
 
 
-def _paired(sent: Program, linker: Linker, messages: _Receives) -> Rows:
+def _pair(sent: Program, linker: Linker, messages: _Receives) -> Rows:
     """Ranks take turns, in order, at one action each that is ready; a send and its receive stand at the moment of the sender's turn."""
     rows, links = linker.rows, linker.links()
     local, missing = links.local, links.missing
@@ -150,10 +150,10 @@ def _paired(sent: Program, linker: Linker, messages: _Receives) -> Rows:
         refuse_broken(sent)
         raise PassError("the order cannot run: its compute actions could, but some send comes before the action that it needs")
     turn = rounds.step[acting.group[np.maximum(place, 0)]]
-    return _merged(rows, messages, turn, turn[messages.send], sender)
+    return _merge(rows, messages, turn, turn[messages.send], sender)
 
 
-def _merged(rows: Rows, messages: _Receives, turn: Ints, moment: Ints, sender: Ints) -> Rows:
+def _merge(rows: Rows, messages: _Receives, turn: Ints, moment: Ints, sender: Ints) -> Rows:
     """Rows and receives in one order: by rank, then turn, then who acts in it, then as the sender has it."""
     num_ranks = len(rows)
     rank = np.concatenate((rows.rank, messages.rank))

@@ -40,7 +40,7 @@ class ReduceGrad(Pass):
         last = last[~np.isin(keys, key[rows.is_kind(Kind.REDUCE_GRAD)])]
         reduce = codes.pack(rows.stage[last], int(Kind.REDUCE_GRAD))
         reduced = rows.insert(rows.group_ends[last], reduce, rows.rank[last], tie=last)
-        return self._passed(program, rows=self.add_waits(reduced, program.stages))
+        return self._record(program, rows=self.add_waits(reduced, program.stages))
 
     def add_waits(self, rows: Rows, stages: int) -> Rows:
         """The rows with the waits that `wait` asks for, and no more reductions than they have."""

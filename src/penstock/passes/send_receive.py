@@ -36,7 +36,7 @@ class SendReceive(Pass):
     def place(self, program: Program) -> Program:
         """The program with its messages, not yet proved; also for some of the ranks, the rows of the others empty."""
         sent = add_sends(program)
-        return self._passed(sent, rows=place_receives(sent, self.receive), lowered=True)
+        return self._record(sent, rows=place_receives(sent, self.receive), lowered=True)
 
 
 def add_sends(program: Program) -> Program:
@@ -73,7 +73,7 @@ def _sends(linker: Linker, kind: Kind) -> tuple[Ints, Ints]:
         entries.append(message_code(kind, *((low, high) if forward else (high, low)), microbatch))
         at.append(maker)
     code, maker = np.concatenate(entries), np.concatenate(at)
-    if forward or not len(linker.shared(forward)[0]):
+    if forward or not len(linker.find_shared(forward)[0]):
         return code, maker
     order = np.lexsort((maker, code))
     last = np.append(code[order][1:] != code[order][:-1], True)[: len(code)]

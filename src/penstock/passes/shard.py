@@ -13,7 +13,8 @@ from penstock.ir import codes
 from penstock.ir.kind import COMPUTE, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Flags, Ints, Rows
-from penstock.passes.base import Pass, check_count
+from penstock.passes.base import Pass
+from penstock.text.units import check_count
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class Shard(Pass):
     residency: int | None = None
 
     def __post_init__(self) -> None:
-        check_count(self.name, "lookahead", self.lookahead, 0)
+        check_count("lookahead of pass shard", self.lookahead, 0, error=PassError)
         if self.residency is not None:
-            check_count(self.name, "residency", self.residency, 1)
+            check_count("residency of pass shard", self.residency, error=PassError)
 
     def apply(self, program: Program) -> Program:
         rows = program.rows
@@ -41,7 +42,7 @@ class Shard(Pass):
         compute = rows.is_kind(*COMPUTE)
         placed = [self._row(rows, rank, compute) for rank in range(len(rows))]
         before, entries, ranks, tie = (np.concatenate(column) for column in zip(*placed, strict=True))
-        return self._passed(program, rows=rows.insert(before, entries, ranks, tie))
+        return self._record(program, rows=rows.insert(before, entries, ranks, tie))
 
     def _row(self, rows: Rows, rank: int, compute: Flags) -> tuple[Ints, Ints, Ints, Ints]:
         """One rank's new entries: in front of which entry, the code, the rank, and the order among equals."""
@@ -50,7 +51,7 @@ class Shard(Pass):
         if self.residency is not None and self.residency < most:
             raise PassError(f"residency={self.residency}, but rank {rank} runs an action that uses {most} stages at once")
         if self.residency is None or self.residency >= len(use.held):
-            stays = use.whole_life()
+            stays = use.list_whole_stays()
         else:
             stays = list(residencies(use.stages, self.residency))
         if not stays:
@@ -103,7 +104,7 @@ class _Use:
                 lists[group].append(stage)
         return [tuple(stages) for stages in lists]
 
-    def whole_life(self) -> list[Stay]:
+    def list_whole_stays(self) -> list[Stay]:
         """One stay for each stage, from its first to its last use."""
         stays = []
         for stage in self.held:
@@ -117,7 +118,7 @@ def residencies(uses: Sequence[tuple[int, ...]], residency: int) -> Iterator[Sta
 
     Whenever a place is wanted and none is free, the stage whose next use is farthest gives up its place as of its last use.
     """
-    following = _next_uses(uses)
+    following = _find_next_uses(uses)
     next_use: dict[int, int] = {}
     first: dict[int, int] = {}
     latest: dict[int, int] = {}
@@ -138,7 +139,7 @@ def residencies(uses: Sequence[tuple[int, ...]], residency: int) -> Iterator[Sta
                 heapq.heappush(places, group + 1)
 
 
-def _next_uses(uses: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _find_next_uses(uses: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """For each group and stage the next group that uses the stage; the number of groups if there is none."""
     seen: dict[int, int] = {}
     following: list[tuple[int, ...]] = []

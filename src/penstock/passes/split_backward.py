@@ -10,7 +10,7 @@ from penstock.ir import codes
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Rows
-from penstock.passes.base import Pass, Stages, check_stages, limited
+from penstock.passes.base import Pass, Stages, check_stages, is_within
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class SplitBackward(Pass):
     def apply(self, program: Program) -> Program:
         check_stages(self.name, self.stages, program)
         rows = program.rows
-        full = np.flatnonzero(rows.is_kind(Kind.B) & limited(self.stages, rows.stage))
-        halved = Rows(with_kind(rows.codes, full, Kind.I), rows.offsets)
+        full = np.flatnonzero(rows.is_kind(Kind.B) & is_within(self.stages, rows.stage))
+        halved = Rows(change_kind(rows.codes, full, Kind.I), rows.offsets)
         weights = codes.pack(rows.stage[full], int(Kind.W), rows.microbatch[full])
-        return self._passed(program, rows=halved.insert(rows.group_ends[full], weights, rows.rank[full], tie=full))
+        return self._record(program, rows=halved.insert(rows.group_ends[full], weights, rows.rank[full], tie=full))
 
 
-def with_kind(entries: np.ndarray, at: np.ndarray, kind: Kind) -> np.ndarray:
+def change_kind(entries: np.ndarray, at: np.ndarray, kind: Kind) -> np.ndarray:
     """A copy in which the entries at these places are of another kind."""
     changed = entries.copy()
     changed[at] = (entries[at] & ~codes.pack(0, 15)) | codes.pack(0, int(kind))

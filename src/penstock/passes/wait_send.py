@@ -11,7 +11,8 @@ from penstock.ir.dependencies import message_code, peer_stages
 from penstock.ir.kind import SEND_WAITS, SENDS, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Ints, Rows
-from penstock.passes.base import Pass, check_count
+from penstock.passes.base import Pass
+from penstock.text.units import check_count
 from penstock.verifier.verify import verify
 
 _END = 1 << 62
@@ -33,7 +34,7 @@ class WaitSend(Pass):
 
     def __post_init__(self) -> None:
         if self.outstanding is not None:
-            check_count(self.name, "outstanding", self.outstanding, 1)
+            check_count("outstanding of pass wait-send", self.outstanding, error=PassError)
 
     def apply(self, program: Program) -> Program:
         placed = self.place(program)
@@ -46,13 +47,13 @@ class WaitSend(Pass):
             raise PassError("the program has no messages yet: run the pass 'send-receive' first")
         bare = program.changed(rows=program.rows.keep(~program.rows.is_kind(*SEND_WAITS)))
         sends = np.flatnonzero(bare.rows.is_kind(*SENDS))
-        places = _behind_backwards(bare, sends)
+        places = _place_behind_backwards(bare, sends)
         if self.outstanding is not None:
             places = _Budget(bare, sends, places, self.outstanding).run()
-        return self._passed(bare, rows=_insert(bare, sends, places))
+        return self._record(bare, rows=_insert(bare, sends, places))
 
 
-def _behind_backwards(program: Program, sends: Ints) -> Ints:
+def _place_behind_backwards(program: Program, sends: Ints) -> Ints:
     """In front of which entry each send is waited for: behind the backward of the same stage and microbatch, else at the end."""
     rows, linker = program.rows, program.linker
     backward = linker.gradient_at(rows.stage[sends], rows.microbatch[sends])

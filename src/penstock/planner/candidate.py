@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from penstock.errors import FileFormatError
 from penstock.ir.costs import Costs
+from penstock.ir.formats.reading import check_record
 from penstock.ir.kind import Kind
 from penstock.ir.rows import Floats
 from penstock.ir.schedule import Schedule
@@ -20,9 +22,11 @@ from penstock.planner.partition.layer_runs import PeakMoment
 from penstock.planner.problem import Problem
 from penstock.simulator.simulate import retime
 from penstock.simulator.timeline import Timeline
-from penstock.verifier.rules.memory import held_in
+from penstock.verifier.rules.memory import sum_held
 
 _IN_THE_MAKING = {"timed", "place"}
+_LISTS: dict[str, tuple[type, ...]] = {"sizes": (list,), "slice_lengths": (list,), "devices": (list,)}
+"""Tuples, in files."""
 _NO_DIFFERENCE = 5e-5
 """Relative differences below this are not worth a word."""
 
@@ -155,7 +159,7 @@ class Candidate:
         problem, timeline = self.problem, self.timeline
         if ranks is None:
             ranks = [rank for rank, limit in enumerate(problem.memory_limit or ()) if timeline.peak_memory[rank] > limit]
-        held = held_in(timeline.table, problem.costs)
+        held = sum_held(timeline.table, problem.costs)
         return tuple(find_moment(timeline.table, problem.costs, rank, held) for rank in ranks)
 
     def compare(self, other: Candidate) -> str:
@@ -190,14 +194,8 @@ class Candidate:
 
     @classmethod
     def from_json(cls, data: Any, file: str) -> Candidate:
-        known = {item.name for item in fields(cls)} - _IN_THE_MAKING
-        if not isinstance(data, dict) or not set(data) <= known:
-            raise FileFormatError(file, f"an alternative has other fields than {', '.join(sorted(known))}: {data!r}")
-        sizes, lengths, devices = data.get("sizes"), tuple(data.get("slice_lengths", ())), tuple(data.get("devices", ()))
-        try:
-            return cls(**{**data, "sizes": None if sizes is None else tuple(sizes), "slice_lengths": lengths, "devices": devices})
-        except TypeError as error:
-            raise FileFormatError(file, f"an alternative: {error}") from None
+        check_record(data, cls, "an alternative", error=partial(FileFormatError, file), types=_LISTS, omit=_IN_THE_MAKING)
+        return cls(**{**data, **{name: tuple(data[name]) for name in _LISTS if name in data}})
 
 
 def count_verdicts(candidates: Sequence[Candidate]) -> str:

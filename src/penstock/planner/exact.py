@@ -195,8 +195,8 @@ class Instance:
             for limit, kept in zip(problem.limits, problem.static_memory, strict=True)
         ]
         own = costs.per_rank("optimizer", problem.placement).tolist()
-        f, i, w, b, up, back = (_whole(table, time) for table in (*times.values(), *problem.hops))
-        activation, stash, output = (_whole(table, size) for table in sizes.values())
+        f, i, w, b, up, back = (_round_down(table, time) for table in (*times.values(), *problem.hops))
+        activation, stash, output = (_round_down(table, size) for table in sizes.values())
         reduce, optimizer = (tuple(floor_units(value, time) for value in values) for values in (ends, own))
         return cls(problem, time, size, f, i, w, b, up, back, activation, stash, output, tuple(room), reduce, optimizer)
 
@@ -238,7 +238,7 @@ class Instance:
         return bool(self.b[cell] < self.i[cell] + self.w[cell] or self.stash[cell] > self.activation[cell])
 
 
-def _whole(table: NDArray[np.float64], unit: Fraction) -> Whole:
+def _round_down(table: NDArray[np.float64], unit: Fraction) -> Whole:
     return np.array([[floor_units(value, unit) for value in row] for row in table.tolist()], dtype=np.int64)
 
 
@@ -288,7 +288,7 @@ class SolverModel:
             self.cp.add_no_overlap(lane)
         self._needs()
         self._messages()
-        self._alike()
+        self._order_alike()
         self._memory()
         self._ends()
         self.cp.minimize(self.end)
@@ -304,9 +304,9 @@ class SolverModel:
             self.gradient[cell] = self._action(cell, int(one.i[cell]))
             self.weight[cell] = self._action(cell, int(one.w[cell]))
         else:
-            self._either(cell)
+            self._add_either(cell)
 
-    def _either(self, cell: Cell) -> None:
+    def _add_either(self, cell: Cell) -> None:
         """A backward that is either I and W, or B."""
         one, cp = self.instance, self.cp
         full = self.full[cell] = cp.new_bool_var("full")
@@ -338,9 +338,9 @@ class SolverModel:
             gradient = self.gradient[cell]
             self.cp.add(gradient.start >= forward.end)
             if cell in self.weight:
-                self._before(gradient, self.weight[cell])
+                self._put_before(gradient, self.weight[cell])
 
-    def _before(self, one: ModelAction, other: ModelAction) -> None:
+    def _put_before(self, one: ModelAction, other: ModelAction) -> None:
         self._add_if(other.start >= one.end, one.there, other.there)
 
     def _add_if(self, rule: Any, *there: Any) -> None:
@@ -362,13 +362,13 @@ class SolverModel:
             takes = int(one.travel[high]), int(one.travel_back[high])
             for backward, (producer, consumer, source, target) in zip((False, True), ends, strict=True):
                 if source == target:
-                    self._before(producer, consumer)
+                    self._put_before(producer, consumer)
                 else:
                     lane = high[0], backward, classes[high[1]]
                     messages.append(Message(producer, consumer, takes[backward], source, target, backward, lane, high))
         self.links = add_links(self, messages)
 
-    def _alike(self) -> None:
+    def _order_alike(self) -> None:
         """Make identical microbatches pass every stage in the same order.
 
         In any schedule, rename the k-th of them on each stage, by F, by gradient and by W, to be the k-th: its inputs were
@@ -379,7 +379,7 @@ class SolverModel:
                 for first, second in pairwise(alike):
                     for doings in (self.forward, self.gradient, self.weight):
                         if (stage, first) in doings:
-                            self._before(doings[stage, first], doings[stage, second])
+                            self._put_before(doings[stage, first], doings[stage, second])
 
     # Memory -----------------------------------------------------------------------------------------------------------
 
@@ -387,7 +387,7 @@ class SolverModel:
         for rank, room in enumerate(self.instance.room):
             if room is not None:
                 self._hold(rank, room)
-                self._freed_first(rank, room)
+                self._add_gradient_waits(rank, room)
 
     def _hold(self, rank: int, room: int) -> None:
         """Limit the memory at any time."""
@@ -422,7 +422,7 @@ class SolverModel:
             return self.cp.new_interval_var(start, size, end, "")
         return self.cp.new_optional_interval_var(start, size, end, there, "")
 
-    def _freed_first(self, rank: int, room: int) -> None:
+    def _add_gradient_waits(self, rank: int, room: int) -> None:
         """Let forwards wait for earlier gradients of their stage or a later one of the rank (see `bounds.events.list_waits`), for speed."""
         one = self.instance
         for alike in one.classes:
@@ -433,7 +433,7 @@ class SolverModel:
                     more = sum(int(one.activation[own, alike[0]]) for own in mine if first < own <= second)
                     fit = (room - more) // held
                     for before, after in zip(alike, alike[fit:] if fit > 0 else (), strict=False):
-                        self._before(self.gradient[second, before], self.forward[first, after])
+                        self._put_before(self.gradient[second, before], self.forward[first, after])
 
     # Ends -------------------------------------------------------------------------------------------------------------
 
@@ -450,7 +450,7 @@ class SolverModel:
             for doing in doings:
                 finished = doing.end if begun is None else begun
                 if begun is not None:
-                    self._before(doing, ModelAction(begun, begun + takes, takes))
+                    self._put_before(doing, ModelAction(begun, begun + takes, takes))
                 self._add_if(self.end >= finished + takes + one.optimizer[rank] - begins[rank], doing.there)
             if begun is not None:
                 lanes.setdefault(rank, []).append(self.cp.new_fixed_size_interval_var(begun, takes, ""))
@@ -501,7 +501,7 @@ class MessageLinks:
 
 def add_links(model: SolverModel, messages: list[Message]) -> MessageLinks:
     """Let messages arrive after their travel time, and later if their link is busy."""
-    links, added = _by_link(model, messages), MessageLinks()
+    links, added = _group_by_link(model, messages), MessageLinks()
     ordered = model.instance.problem.costs.contention == "independent"
     for link in links.values():
         if not ordered or _can_wait(link):
@@ -514,7 +514,7 @@ def add_links(model: SolverModel, messages: list[Message]) -> MessageLinks:
     return added
 
 
-def _by_link(model: SolverModel, messages: list[Message]) -> dict[object, list[Message]]:
+def _group_by_link(model: SolverModel, messages: list[Message]) -> dict[object, list[Message]]:
     links: dict[object, list[Message]] = {}
     contention, lanes = model.instance.problem.costs.contention, model.instance.problem.costs.lanes
     for message in messages:
@@ -546,10 +546,10 @@ def _share(model: SolverModel, link: list[Message], links: MessageLinks, ordered
         links.beside.setdefault(message, []).extend(other for other in link if other is not message)
     cp.add_no_overlap(lane)
     if ordered:
-        _first_come(model, link, links.leaves)
+        _add_first_come(model, link, links.leaves)
 
 
-def _first_come(model: SolverModel, link: list[Message], leaves: dict[Message, Any]) -> None:
+def _add_first_come(model: SolverModel, link: list[Message], leaves: dict[Message, Any]) -> None:
     """Messages leave in the order in which they were produced, which is known in advance within a lane."""
     lanes: dict[object, list[Message]] = {}
     for message in link:
@@ -575,7 +575,7 @@ def _first_come(model: SolverModel, link: list[Message], leaves: dict[Message, A
 
 def add_begins(model: SolverModel) -> list[Any]:
     """When each rank's first action starts."""
-    causes = _all_causes(model)
+    causes = _list_causes(model)
     few = sum(map(len, causes.values())) <= MOST_CAUSES
     prompt = {thing: model.cp.new_bool_var("") for thing in causes} if few else {}
     for thing, literal in prompt.items():
@@ -585,7 +585,7 @@ def add_begins(model: SolverModel) -> list[Any]:
 
 
 def _begin(model: SolverModel, rank: int, prompt: dict[Thing, Any]) -> Any:
-    first = _firsts(model, rank)
+    first = _list_firsts(model, rank)
     if not first:
         return 0
     begin = model.moment()
@@ -596,7 +596,7 @@ def _begin(model: SolverModel, rank: int, prompt: dict[Thing, Any]) -> Any:
     return begin
 
 
-def _firsts(model: SolverModel, rank: int) -> list[Cell]:
+def _list_firsts(model: SolverModel, rank: int) -> list[Cell]:
     """The forwards that can be the rank's first action: those on the lowest of its stages that their microbatches pass."""
     lowest: dict[int, int] = {}
     for (stage, m), of in model.instance.ranks.items():
@@ -617,7 +617,7 @@ def _explain(model: SolverModel, start: Any, literal: Any, causes: list[Cause], 
     model.cp.add_bool_or(reasons).only_enforce_if(literal)
 
 
-def _all_causes(model: SolverModel) -> dict[Thing, list[Cause]]:
+def _list_causes(model: SolverModel) -> dict[Thing, list[Cause]]:
     lanes = {m: (k, place) for k, alike in enumerate(model.instance.classes) for place, m in enumerate(alike)}
     causes: dict[Thing, list[Cause]] = {}
     for cell in model.forward:

@@ -101,7 +101,7 @@ class Explorer:
     def _add_bounds(self, problem: Problem, proved: dict[str, float]) -> None:
         self._bounds[problem.key] = Bound.best_of({**self.bound_of(problem).all, **proved})
 
-    def overall_bound(self) -> float:
+    def bound_overall(self) -> float:
         """A bound of every plan, however the layers are cut, placed, ordered and recomputed."""
         request = self.request
         limits = None if request.offload else request.limits  # the arguments count what is held from F to I, which may be elsewhere

@@ -89,10 +89,10 @@ def is_held_back(candidate: Candidate, request: Request) -> bool:
     """Whether a timed candidate that recomputes nothing does not fit, or only on stages that are cut unevenly."""
     if candidate.timed is None or candidate.recompute or candidate.offloaded or candidate.schedule.slices > 1:
         return False
-    return not candidate.fits or all(candidate.sizes != problem.sizes for problem in _even_problems(candidate, request))
+    return not candidate.fits or all(candidate.sizes != problem.sizes for problem in _make_even_problems(candidate, request))
 
 
-def _even_problems(candidate: Candidate, request: Request) -> Sequence[Problem]:
+def _make_even_problems(candidate: Candidate, request: Request) -> Sequence[Problem]:
     problem = candidate.problem
     assert problem.profile is not None
     problems = request.make_problems(problem.profile, problem.placement, problem.recompute)
@@ -101,7 +101,7 @@ def _even_problems(candidate: Candidate, request: Request) -> Sequence[Problem]:
 
 def offload(candidate: Candidate, request: Request) -> Candidate | None:
     """The fastest way found to make a candidate fit by moving activations; None if there is none."""
-    problems = [*_even_problems(candidate, request)[:1], candidate.problem]
+    problems = [*_make_even_problems(candidate, request)[:1], candidate.problem]
     for problem in problems:
         if (fitting := _Moving(candidate, problem, request).run()) is not None:
             return fitting

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import CostsError, FileFormatError, PlacementError, PlanError
+from penstock.errors import CostsError, FileFormatError, PlacementError, PlanError, ScheduleError
 from penstock.ir.cluster import Cluster
 from penstock.ir.costs import Costs
 from penstock.ir.placement import Placement
@@ -34,7 +34,6 @@ from penstock.planner.request import (
     Progress,
     Request,
     check_batch,
-    check_count,
     check_host,
     check_limits,
     check_names,
@@ -46,7 +45,7 @@ from penstock.planner.request import (
 )
 from penstock.simulator.simulate import simulate, simulate_many
 from penstock.simulator.timeline import Timeline
-from penstock.text.units import Units
+from penstock.text.units import Units, check_count
 from penstock.verifier.proof import Proof
 from penstock.verifier.verify import verify
 
@@ -317,7 +316,7 @@ def plan(
     limits = check_limits(memory_limit, ranks)
     if limits is not None:
         limits = tuple(limit * (1 - free) for limit in limits)
-    counts, no_slices = check_slices(profile, slices, check_count("slice_granularity", slice_granularity, None))
+    counts, no_slices = check_slices(profile, slices, check_count("slice_granularity", slice_granularity, error=ScheduleError))
     known = profile if counts != (1,) else forget_slices(profile)
     request = Request(
         known,
@@ -329,7 +328,7 @@ def plan(
         barrier,
         split,
         check_share("seconds", seconds),
-        check_count("seed", seed, None, least=0),
+        check_count("seed", seed, 0, error=ScheduleError),
         check_share("jitter", jitter, below=1.0),
         check_share("near", near),
         rounds=None if rounds is None else check_share("rounds", rounds),
@@ -382,7 +381,7 @@ def _build_plan(explorer: Explorer) -> Plan:
         barrier=request.barrier,
         split=request.split,
         bounds=dict(bound.all),
-        overall_bound=explorer.overall_bound(),
+        overall_bound=explorer.bound_overall(),
         p95=p95.get(winner.place),
         jitter=request.jitter,
         alternatives=alternatives,

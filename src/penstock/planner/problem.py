@@ -187,7 +187,9 @@ class Problem:
 
     def fits(self, timeline: Timeline) -> bool:
         """Whether every rank stays within its limit."""
-        return not any(peak > limit * (1 + SLACK) for peak, limit in zip(timeline.peak_memory, self.limits, strict=True))
+        if self.memory_limit is None:
+            return True
+        return not any(peak > limit * (1 + SLACK) for peak, limit in zip(timeline.peak_memory, self.memory_limit, strict=True))
 
     def describe(self) -> str:
         """Placement, chunks, microbatches and recompute in a few words."""

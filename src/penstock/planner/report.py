@@ -30,7 +30,7 @@ _BAR = 20
 
 def write_report(plan: Plan) -> str:
     """The plan, why it was chosen, what each rank holds, and which other candidates there were."""
-    parts = [_summary(plan), _why(plan), _stages(plan), _memory(plan), _candidates(plan)]
+    parts = [_summary(plan), _explain_choice(plan), _stages(plan), _memory(plan), _candidates(plan)]
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
 
 
@@ -42,7 +42,7 @@ def _summary(plan: Plan) -> Iterator[str]:
         f"{plan.microbatches} microbatches of {plan.microbatch}" + (f" in {plan.slices} slices" if plan.slices > 1 else "")
     )
     what = "makespan" if plan.barrier else "longest span"
-    yield f"  {what:<12} {units.time(plan.objective)}, bubble {timeline.bubble:.1%}" + _per_sample(plan)
+    yield f"  {what:<12} {units.time(plan.objective)}, bubble {timeline.bubble:.1%}" + _describe_rate(plan)
     yield f"  {'bound':<12} {units.time(plan.bound)} by {plan.bound_name}: {_gap(plan.gap)} with this placement and partition"
     every = "contiguous partition, placement, slices and order" if is_sliced(plan) else "contiguous partition, placement and order"
     yield f"  {'':<12} {units.time(plan.overall_bound)} for every {every}: {_gap(plan.overall_gap)}"
@@ -81,7 +81,7 @@ def _describe_slices(plan: Plan) -> Iterator[str]:
             yield f"  {'':<12} their times are fitted to measured ones, with an error of {plan.profile.fit_error:.1%}"
 
 
-def _per_sample(plan: Plan) -> str:
+def _describe_rate(plan: Plan) -> str:
     if plan.profile.time_unit != "s" or not plan.objective:
         return ""
     rate = plan.microbatches * plan.microbatch / plan.objective
@@ -92,7 +92,7 @@ def _gap(gap: float) -> str:
     return "nothing to gain" if gap <= 1e-9 else f"at most {gap:.2%} to gain"
 
 
-def _why(plan: Plan) -> Iterator[str]:
+def _explain_choice(plan: Plan) -> Iterator[str]:
     """The reason for the choice, the runners-up with their trade-offs, and faster candidates that do not fit."""
     yield "why this one"
     if not plan.alternatives:
@@ -212,7 +212,7 @@ def _candidates(plan: Plan) -> Iterator[str]:
     yield ""
     yield f"the fastest {_SHOWN} that fit" if len(fitting) > _SHOWN else "those that fit"
     yield from format_table(rows, left=(1, 2), indent="  ")
-    yield from _unfit(plan)
+    yield from _list_unfit(plan)
 
 
 def _figures(plan: Plan, candidate: Candidate) -> dict[str, str]:
@@ -233,7 +233,7 @@ def _figures(plan: Plan, candidate: Candidate) -> dict[str, str]:
     }
 
 
-def _unfit(plan: Plan) -> Iterator[str]:
+def _list_unfit(plan: Plan) -> Iterator[str]:
     """The candidates over their limit, the fastest first, and the others by verdict."""
     over = sorted((line for line in plan.alternatives if line.verdict == Verdict.OVER), key=lambda line: line.time_or_inf)
     if over:

@@ -21,7 +21,7 @@ from penstock.planner.partition.slices import GRANULARITY, choose_lengths, list_
 from penstock.planner.problem import Problem
 from penstock.planner.profile import Profile, SliceCost
 from penstock.schedules.registry import algorithms
-from penstock.text.units import Units, has_byte_unit, parse_size
+from penstock.text.units import Units, check_count, has_byte_unit, parse_size
 
 SEARCHED = "searched"
 """The name of an order that was searched for, among the names of schedules."""
@@ -243,11 +243,11 @@ class Request:
 def check_ranks(profile: Profile, ranks: int | None, cluster: Cluster | None) -> int:
     """How many ranks there are, from one of the two; and whether the cluster is one for the profile."""
     if cluster is None:
-        return check_count("ranks", ranks)
+        return check_count("ranks", ranks, most=MAX_STAGES, error=ScheduleError)
     if not isinstance(cluster, Cluster):
         raise CostsError(f"cluster must be a penstock.Cluster, got {type(cluster).__name__}")
     if ranks is not None:
-        cluster.check_ranks(check_count("ranks", ranks))
+        cluster.check_ranks(check_count("ranks", ranks, most=MAX_STAGES, error=ScheduleError))
     for device in cluster.devices:
         profile.check_speeds(device)
     for name, own, other in (("times", profile.time_unit, cluster.time_unit), ("sizes", profile.size_unit, cluster.size_unit)):
@@ -265,11 +265,11 @@ def check_batch(
     if microbatches is not None:
         if sizes is not None:
             raise ScheduleError("microbatch_sizes= goes with batch=: with microbatches= the size is the profile's")
-        count = check_count("microbatches", microbatches, MAX_MICROBATCHES)
+        count = check_count("microbatches", microbatches, most=MAX_MICROBATCHES, error=ScheduleError)
         return count * profile.microbatch, (profile.at(profile.microbatch),)
-    total = check_count("batch", batch, None)
+    total = check_count("batch", batch, error=ScheduleError)
     listed = profile.sizes if sizes is None else _check_list("microbatch_sizes= takes whole numbers", sizes)
-    wanted = [check_count("a microbatch size", size, None) for size in listed]
+    wanted = [check_count("a microbatch size", size, error=ScheduleError) for size in listed]
     even = sorted({size for size in wanted if total % size == 0 and total // size <= MAX_MICROBATCHES})
     if not even:
         raise ScheduleError(
@@ -300,7 +300,7 @@ def check_slices(profile: Profile, slices: int | Sequence[int] | None, granulari
         short = f"a sequence of {profile.tokens} tokens is too short for slices of {LEAST_TOKENS}: ask for shorter ones with slices="
         return (1, *counts), "" if counts else short
     listed = [slices] if isinstance(slices, (int, np.integer)) else _check_list("slices= takes whole numbers", slices)
-    wanted = tuple(sorted({check_count("slices", count, MAX_MICROBATCHES) for count in listed}))
+    wanted = tuple(sorted({check_count("slices", count, most=MAX_MICROBATCHES, error=ScheduleError) for count in listed}))
     if not wanted:
         raise ScheduleError("slices= is empty: name at least one number, or leave it out")
     if wanted == (1,):
@@ -374,14 +374,6 @@ def _check_list(what: str, value: Any) -> list[Any]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ScheduleError(f"{what}: give a list of them, got {value!r}")
     return list(value)
-
-
-def check_count(name: str, value: Any, most: int | None = MAX_STAGES, least: int = 1) -> int:
-    """A whole number from `least` up to `most`."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least or (most is not None and value > most):
-        until = "" if most is None else f" and at most {most}"
-        raise ScheduleError(f"{name} must be a whole number of at least {least}{until}, got {value!r}")
-    return int(value)
 
 
 def check_share(name: str, value: Any, below: float = float("inf")) -> float:

@@ -28,11 +28,11 @@ from penstock.runtime.batch.result import ResultShare, StepResult, check_same_st
 from penstock.runtime.batch.slices import SequenceCutter, SequenceDims, SliceLengths
 from penstock.runtime.batch.step_input import ABSENT, BatchSplitter, StageKwargs, StepInput, add_model_kwargs
 from penstock.runtime.device.autocast import find_autocast
-from penstock.runtime.device.streams import current_stream, use_stream
+from penstock.runtime.device.streams import get_current_stream, use_stream
 from penstock.runtime.execution.cuda_graphs import refuse_graphs
 from penstock.runtime.execution.executor import Executor
 from penstock.runtime.execution.overlap import make_overlap
-from penstock.runtime.execution.programs import find_table, forward_program, training_program
+from penstock.runtime.execution.programs import build_training_program, find_table, forward_program
 from penstock.runtime.measure.metrics import OnStep, StepMeter, list_callbacks
 from penstock.runtime.measure.parity import Parity, StepArguments, compare_step
 from penstock.runtime.measure.recorder import StepTimes, build_timeline, clock_offsets
@@ -237,7 +237,7 @@ class Pipeline:
         self._buffers = BufferBackup()
         self._meter = StepMeter(callbacks, self.rank) if measures else None
         if self.shared.one_object:  # ranks that share parameters take turns on a device too
-            use_stream(self.gather("stream", current_stream())[0])
+            use_stream(self.gather("stream", get_current_stream())[0])
         if graphs:
             refuse_graphs(
                 self.stages,
@@ -383,7 +383,7 @@ class Pipeline:
             semantics = "rendezvous" if self.group.rendezvous else "channels"
             if training:
                 table = self.table if schedule is None else schedule
-                program = training_program(table, count, self.unsplit, semantics, self.data.shard)
+                program = build_training_program(table, count, self.unsplit, semantics, self.data.shard)
             else:
                 program = forward_program(self.table, count, semantics, self.data.shard)
             self.data.check_program(program)

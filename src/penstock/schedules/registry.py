@@ -182,7 +182,8 @@ class Algorithm:
         sliced = {} if self.slices is None else {"slices": shape.slices}
 
         def source(rank: int) -> Ints:
-            return pack_row(generated(rank), placement.stages_of(rank), shape.units, built.units)
+            stages = tuple(stage for copy in placement.copies for stage, holder in enumerate(copy) if holder == rank)
+            return pack_row(generated(rank), stages, shape.units, built.units)
 
         def remake(count: int) -> Schedule:
             return self.build(shape.ranks, count, shape.chunks, graph, **options, **sliced)

@@ -27,7 +27,7 @@ class PathStep:
     end: float
 
 
-def simulated_path(timeline: Timeline) -> list[PathStep]:
+def find_simulated_path(timeline: Timeline) -> list[PathStep]:
     """Find the critical path, backwards from the end: each piece starts when the one before it ends."""
     return _PathSearch(timeline).path()
 
@@ -40,15 +40,15 @@ class _PathSearch:
         timeline = self.timeline
         rank = int(np.argmax(timeline.finished))
         steps = [_optimizer_step(timeline, rank)]
-        here: tuple[str, int] | None = self._last(rank)
+        here: tuple[str, int] | None = self._find_last(rank)
         seen: set[tuple[str, int]] = set()  # a file can hold times that lead in a circle
         while here is not None and here not in seen:
             seen.add(here)
             steps.append(self._step(*here))
-            here = self._before(*here)
+            here = self._find_before(*here)
         return [step for step in reversed(steps) if step.end > step.start]
 
-    def _last(self, rank: int) -> tuple[str, int] | None:
+    def _find_last(self, rank: int) -> tuple[str, int] | None:
         timeline = self.timeline
         low, high = (int(bound) for bound in timeline.table.rows.group_offsets[rank : rank + 2])
         if low == high:
@@ -67,11 +67,13 @@ class _PathSearch:
         starts, ends = (timeline.start, timeline.end) if what == "action" else (timeline.collective_start, timeline.collective_end)
         return PathStep(what, int(timeline.flat.graph().rank[index]), rows.action_of(index), float(starts[index]), float(ends[index]))
 
-    def _before(self, what: str, index: int) -> tuple[str, int] | None:
+    def _find_before(self, what: str, index: int) -> tuple[str, int] | None:
         """The piece that ended when this one began."""
-        return {"action": self._before_action, "message": self._before_message, "collective": self._before_collective}[what](index)
+        return {"action": self._find_before_action, "message": self._find_before_message, "collective": self._find_before_collective}[what](
+            index
+        )
 
-    def _before_action(self, node: int) -> tuple[str, int] | None:
+    def _find_before_action(self, node: int) -> tuple[str, int] | None:
         timeline, graph = self.timeline, self.timeline.flat.graph()
         start = timeline.start[node]
         if node > graph.bounds[graph.rank[node]] and timeline.end[node - 1] == start:
@@ -83,18 +85,18 @@ class _PathSearch:
             if timeline.collective_end[gather] == start:
                 return "collective", int(gather)
         for message in range(int(graph.send_at[node]), int(graph.send_at[node + 1])):
-            if (before := self._taken_at(int(graph.slot[message]), start)) is not None:
+            if (before := self._find_taken_at(int(graph.slot[message]), start)) is not None:
                 return before
-        return self._taken_at(int(graph.retire[node]), start)
+        return self._find_taken_at(int(graph.retire[node]), start)
 
-    def _taken_at(self, message: int, time: float) -> tuple[str, int] | None:
+    def _find_taken_at(self, message: int, time: float) -> tuple[str, int] | None:
         """What made this the time at which a message was taken: its arrival or its receive; None if it was another time, or no message."""
         timeline, receive = self.timeline, int(self.timeline.flat.graph().receive[message]) if message >= 0 else -1
         if message >= 0 and timeline.arrive[message] == time:
             return "message", message
         return ("action", receive) if message >= 0 and timeline.start[receive] == time else None
 
-    def _before_message(self, message: int) -> tuple[str, int]:
+    def _find_before_message(self, message: int) -> tuple[str, int]:
         timeline, graph = self.timeline, self.timeline.flat.graph()
         sender = int(graph.sender[message])
         if timeline.depart[message] == timeline.end[sender]:
@@ -112,7 +114,7 @@ class _PathSearch:
         ahead[order[1:][same]] = order[:-1][same]
         return ahead
 
-    def _before_collective(self, node: int) -> tuple[str, int]:
+    def _find_before_collective(self, node: int) -> tuple[str, int]:
         timeline = self.timeline
         start = timeline.collective_start[node]
         if timeline.end[node] == start:
@@ -123,7 +125,7 @@ class _PathSearch:
         return "collective", int(before[np.argmin(timeline.collective_start[before])])
 
 
-def measured_path(timeline: Timeline) -> list[PathStep]:
+def find_measured_path(timeline: Timeline) -> list[PathStep]:
     """The chain from the start to the end: each piece began after the one before it, and would not have before."""
     waits = timeline.waits
     rank = int(np.argmax(timeline.finished))

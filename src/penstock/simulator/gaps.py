@@ -57,7 +57,7 @@ class Gap:
         return self.action is not None and (self.action.kind.is_send_wait or self.action.kind is Kind.WAIT_REDUCE_GRAD)
 
 
-def simulated_gaps(timeline: Timeline, rank: int) -> list[Gap]:
+def find_simulated_gaps(timeline: Timeline, rank: int) -> list[Gap]:
     """The rank's idle times in order, from 0 to the makespan."""
     table = timeline.table
     low, high = (int(bound) for bound in table.rows.group_offsets[rank : rank + 2])
@@ -70,7 +70,7 @@ def simulated_gaps(timeline: Timeline, rank: int) -> list[Gap]:
             idle += [Gap(0.0, start, "fill")] if start > 0 else []
             begun, clock = True, start
         if begun and start > clock:
-            idle += _split_idle(clock, start, _simulated_causes(timeline, node, start))
+            idle += _split_idle(clock, start, _list_simulated_causes(timeline, node, start))
         clock = max(clock, float(timeline.end[node]))
     idle += _tail(timeline, rank, clock)
     return idle
@@ -97,7 +97,7 @@ def _split_idle(clock: float, start: float, causes: Iterable[Cause]) -> Iterator
             clock = min(until, start)
 
 
-def _simulated_causes(timeline: Timeline, node: int, start: float) -> Iterator[Cause]:
+def _list_simulated_causes(timeline: Timeline, node: int, start: float) -> Iterator[Cause]:
     """Until another rank has computed, has a slot to send, and its message arrives."""
     rows, graph, messages = timeline.table.rows, timeline.flat.graph(), timeline.messages
     gathers = [int(g) for g in graph.gather[graph.gather_at[node] : graph.gather_at[node + 1]]]
@@ -122,37 +122,37 @@ def _simulated_causes(timeline: Timeline, node: int, start: float) -> Iterator[C
 # Measured times follow from each other only nearly ---------------------------------------------------------------------
 
 
-def measured_gaps(timeline: Timeline, rank: int) -> list[Gap]:
+def find_measured_gaps(timeline: Timeline, rank: int) -> list[Gap]:
     """The rank's idle times in order: everything but computation and the optimizer's step."""
     waits = timeline.waits
     low, high = np.searchsorted(waits.rank, (rank, rank + 1)).tolist()
     idle: list[Gap] = []
     for place in (low + np.flatnonzero(waits.start[low:high] > waits.free[low:high])).tolist():
         free, start = float(waits.free[place]), float(waits.start[place])
-        idle += [Gap(0.0, start, "fill")] if place == low else _split_idle(free, start, _measured_causes(waits, place))
+        idle += [Gap(0.0, start, "fill")] if place == low else _split_idle(free, start, _list_measured_causes(waits, place))
     return idle + list(_tail(timeline, rank, float(waits.end[low:high].max(initial=0.0))))
 
 
-def _measured_causes(waits: WaitCauses, place: int) -> Iterator[Cause]:
+def _list_measured_causes(waits: WaitCauses, place: int) -> Iterator[Cause]:
     """The causes of a wait and until when each lasted, in the order in which a program comes to them."""
     timeline, graph, rows = waits.timeline, waits.timeline.flat.graph(), waits.timeline.table.rows
     node, rank = int(waits.node[place]), int(waits.rank[place])
     for own in range(int(waits.node[place - 1]) + 1, node):
         if waits.sends[own]:
-            yield from _sending(waits, own, float(timeline.end[own - 1]))
+            yield from _list_sending(waits, own, float(timeline.end[own - 1]))
     message = int(waits.message[place])
     if message >= 0:
         sender, maker = int(graph.sender[message]), int(waits.maker[message])
         action, source = rows.part_at(int(timeline.messages.maker[message])), int(timeline.messages.source[message])
         yield float(waits.end[maker]), "waiting", action, source
-        yield from _sending(waits, sender, float(waits.end[maker]))
+        yield from _list_sending(waits, sender, float(waits.end[maker]))
         yield float(timeline.arrive[message]), "communication", action, source
     for gather in graph.gather[graph.gather_at[node] : graph.gather_at[node + 1]].tolist():
         yield float(timeline.collective_end[gather]), "communication", timeline.table.rows.action_of(gather), rank
     yield float(waits.start[place]), OVERHEAD, waits.action(place), rank
 
 
-def _sending(waits: WaitCauses, send: int, free: float) -> Iterator[Cause]:
+def _list_sending(waits: WaitCauses, send: int, free: float) -> Iterator[Cause]:
     """A send begins when it has a slot; its time from then on is its own."""
     timeline, action = waits.timeline, waits.timeline.table.rows.action_of(send)
     start, end, rank = float(timeline.start[send]), float(timeline.end[send]), int(timeline.flat.graph().rank[send])

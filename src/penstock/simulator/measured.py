@@ -17,7 +17,7 @@ _TIMED = {Kind.F: "f", Kind.I: "i", Kind.W: "w", Kind.B: "b", Kind.UNSHARD: "uns
 """The kinds of actions that take time, and their names in `Costs`."""
 
 
-def measured_costs(program: Program, start: Floats, end: Floats, under_way: Floats, collective: Floats) -> Costs:
+def measure_costs(program: Program, start: Floats, end: Floats, under_way: Floats, collective: Floats) -> Costs:
     """The costs of a step: the median of each stage and kind, and the median message and copy to or from the host.
 
     `start` and `end` are per action, `under_way` is the time of each message, and `collective` the time of each action's collective, or

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.ir.kind import Kind
-from penstock.ir.memory_ledger import CATEGORIES, When, list_changes, sum_static
+from penstock.ir.memory_ledger import CATEGORIES, Changes, When, list_changes, list_host_changes, sum_static
 from penstock.ir.rows import Floats
 
 if TYPE_CHECKING:
@@ -40,11 +41,19 @@ class Curve:
 
 
 def build_curves(timeline: Timeline) -> list[Curve]:
-    """Every rank's curve: the changes of `ir.memory_ledger` at the times of the timeline.
+    """Every rank's curve: the changes of `ir.memory_ledger` at the times of the timeline."""
+    table, costs = timeline.table, timeline.costs
+    return _build(timeline, list_changes(table, costs), sum_static(table, costs), CATEGORIES)
 
-    Changes at one time come in the order of the row; at an action's end, memory is freed before more is taken.
-    """
-    table, rows, changes = timeline.table, timeline.table.rows, list_changes(timeline.table, timeline.costs)
+
+def build_host_curves(timeline: Timeline) -> list[Curve]:
+    """What the host holds of every rank's activations over time."""
+    return _build(timeline, list_host_changes(timeline.table, timeline.costs), np.zeros(timeline.ranks), CATEGORIES[:1])
+
+
+def _build(timeline: Timeline, changes: Changes, fixed: Floats, categories: Sequence[str]) -> list[Curve]:
+    """Changes at one time come in the order of the row; at an action's end, memory is freed before more is taken."""
+    rows = timeline.table.rows
     node, at_end, arrives = rows.group[changes.entry], changes.when == When.END, changes.when == When.ARRIVAL
     start = np.where(rows.is_kind(Kind.UNSHARD)[rows.heads], timeline.collective_start, timeline.start)
     time = np.where(at_end, timeline.end[node], start[node])
@@ -55,7 +64,7 @@ def build_curves(timeline: Timeline) -> list[Curve]:
     time, rank, size, category = time[order], rank[order], changes.size[order], changes.category[order]
     bounds = np.searchsorted(rank, np.arange(timeline.ranks + 1))
     curves = []
-    for low, high, static in zip(bounds[:-1], bounds[1:], sum_static(table, timeline.costs).tolist(), strict=True):
-        held = {name: np.cumsum(np.where(category[low:high] == k, size[low:high], 0.0)) for k, name in enumerate(CATEGORIES)}
+    for low, high, static in zip(bounds[:-1], bounds[1:], fixed.tolist(), strict=True):
+        held = {name: np.cumsum(np.where(category[low:high] == k, size[low:high], 0.0)) for k, name in enumerate(categories)}
         curves.append(Curve(time[low:high], held, static))
     return curves

@@ -25,7 +25,7 @@ def simulate(table: Table, costs: Costs | None = None, *, engine: str = "auto") 
     taken; a message leaves when its link is free and occupies it for latency + size / bandwidth. Copies of activations to host memory
     and back run beside everything else, one at a time in each direction of a link. `engine` is `auto`, `plain` or `compiled` (needs numba).
     """
-    return _time(_flat(table), costs or Costs(), engine)
+    return _time(_lay_flat(table), costs or Costs(), engine)
 
 
 def retime(timeline: Timeline, costs: Costs, *, engine: str = "auto") -> Timeline:
@@ -33,7 +33,7 @@ def retime(timeline: Timeline, costs: Costs, *, engine: str = "auto") -> Timelin
     return _time(timeline.flat, costs, engine)
 
 
-def _flat(table: Table) -> Flat:
+def _lay_flat(table: Table) -> Flat:
     """Lay the table flat; refuse actions that do not come after everything they need of their own rank."""
     rows, (before, after), missing = table.rows, table.links.local, table.links.missing
     if len(missing.after):
@@ -94,7 +94,7 @@ def simulate_many(
     if scenarios < 1 or not 0 <= jitter < 1:
         raise ScheduleError(f"scenarios={scenarios}, jitter={jitter}: at least 1 scenario, and a jitter from 0 up to 1")
     costs = costs or Costs()
-    flat = _flat(table)
+    flat = _lay_flat(table)
     graph, takes = flat.graph(costs), flat.durations(costs)
     chance = np.random.default_rng(seed)
     spread = np.sqrt(np.log1p(jitter**2))

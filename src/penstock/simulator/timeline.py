@@ -183,15 +183,25 @@ class Timeline:
         return self._curves[rank]
 
     @cached_property
+    def _host_curves(self) -> list[Curve]:
+        from penstock.simulator.memory import build_host_curves
+
+        return build_host_curves(self)
+
+    def host_memory(self, rank: int) -> Curve:
+        """The host memory of the rank's activations over time; nothing unless a program moves some there."""
+        return self._host_curves[rank]
+
+    @cached_property
     def peak_memory(self) -> list[float]:
         """The most that each rank holds at once, the parameters it always keeps included."""
         return [curve.peak for curve in self._curves]
 
     def gaps(self, rank: int) -> list[Gap]:
         """The rank's idle times, each with its cause."""
-        from penstock.simulator.gaps import measured_gaps, simulated_gaps
+        from penstock.simulator.gaps import find_measured_gaps, find_simulated_gaps
 
-        return simulated_gaps(self, rank) if self.source == "simulated" else measured_gaps(self, rank)
+        return find_simulated_gaps(self, rank) if self.source == "simulated" else find_measured_gaps(self, rank)
 
     @cached_property
     def idle_by_cause(self) -> dict[str, float]:
@@ -207,9 +217,9 @@ class Timeline:
     @cached_property
     def critical_path(self) -> list[PathStep]:
         """A chain of actions and messages from the start to the makespan; without a pause if simulated."""
-        from penstock.simulator.critical import measured_path, simulated_path
+        from penstock.simulator.critical import find_measured_path, find_simulated_path
 
-        return simulated_path(self) if self.source == "simulated" else measured_path(self)
+        return find_simulated_path(self) if self.source == "simulated" else find_measured_path(self)
 
     def scaled(self, factor: float) -> Timeline:
         """The same timeline in another unit of time: every time multiplied by the factor."""
@@ -221,13 +231,13 @@ class Timeline:
             columns[name] = np.where(times < 0, times, times * factor)  # -1 stands for no time
         unit = SECONDS.get(self.units.time_unit, math.nan) / factor
         name = next((name for name, seconds in SECONDS.items() if math.isclose(seconds, unit)), "")
-        return self._changed(costs=self.costs.scaled(factor), units=replace(self.units, time_unit=name), **columns)
+        return self._copy_with(costs=self.costs.scaled(factor), units=replace(self.units, time_unit=name), **columns)
 
     def in_units(self, units: Units) -> Timeline:
         """The same timeline, whose numbers are in these units."""
-        return self._changed(units=units)
+        return self._copy_with(units=units)
 
-    def _changed(self, **fields: Any) -> Timeline:
+    def _copy_with(self, **fields: Any) -> Timeline:
         changed = replace(self, **fields)
         changed.__dict__["flat"] = self.flat
         return changed

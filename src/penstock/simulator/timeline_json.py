@@ -61,16 +61,16 @@ def decode(data: Any, file: str = "JSON") -> Timeline:
     flat = Flat(table)
     nodes, messages = flat.num_nodes, len(flat.messages.before)
     counts = (nodes, nodes, messages, messages, nodes, nodes)
-    columns = {name: _times(data[name], name, count, file) for name, count in zip(_COLUMNS, counts, strict=True)}
+    columns = {name: _read_times(data[name], name, count, file) for name, count in zip(_COLUMNS, counts, strict=True)}
     for start, end in zip(_COLUMNS[::2], _COLUMNS[1::2], strict=True):
         if (columns[end] < columns[start]).any():
             raise FileFormatError(file, f"{end!r} has a time before its {start!r}")
-    held_by = _held_by(data["held_by"], messages, file)
-    costs, source = _costs(data["costs"], table, file), data["source"]
+    held_by = _read_held_by(data["held_by"], messages, file)
+    costs, source = _read_costs(data["costs"], table, file), data["source"]
     return Timeline(table, costs, **columns, held_by=held_by, source=source, units=Units(units["time"], units["bytes"]))
 
 
-def _times(values: list[Any], name: str, count: int, file: str) -> NDArray[np.float64]:
+def _read_times(values: list[Any], name: str, count: int, file: str) -> NDArray[np.float64]:
     if not all(type(value) in (int, float) and abs(value) <= _MOST for value in values):
         raise FileFormatError(file, f"{name!r} must be a list of times, finite numbers")
     if len(values) != count:
@@ -78,7 +78,7 @@ def _times(values: list[Any], name: str, count: int, file: str) -> NDArray[np.fl
     return np.array(values, dtype=np.float64)
 
 
-def _held_by(values: list[Any], messages: int, file: str) -> NDArray[np.int32]:
+def _read_held_by(values: list[Any], messages: int, file: str) -> NDArray[np.int32]:
     if not all(type(value) is int and -1 <= value < messages for value in values):
         raise FileFormatError(file, f"'held_by' must be a list of messages, -1 to {messages - 1}")
     if len(values) not in (0, messages):
@@ -86,7 +86,7 @@ def _held_by(values: list[Any], messages: int, file: str) -> NDArray[np.int32]:
     return np.array(values, dtype=np.int32)
 
 
-def _costs(data: Any, table: Table, file: str) -> Costs:
+def _read_costs(data: Any, table: Table, file: str) -> Costs:
     try:
         costs = Costs.from_json(data)
         costs.check(table.stages, table.units, table.ranks)

@@ -16,7 +16,7 @@ from penstock.errors import ScheduleError
 from penstock.ir.costs import Costs
 from penstock.ir.dependencies import Needs
 from penstock.ir.formats.json_form import FORMAT
-from penstock.ir.kind import COPIES, Kind
+from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Rows
 from penstock.ir.table import Table
@@ -53,7 +53,6 @@ def document(
 ) -> Document:
     """Describe a table for the page; one that cannot run is drawn as a grid with the findings at their places."""
     costs = Costs() if costs is None else costs
-    refuse_copies(table)
     costs.check(table.stages, table.units, table.ranks)
     check_costs(costs.to_json())
     all_findings = list(findings)
@@ -66,30 +65,20 @@ def document(
         "depends_on_costs": depends_on_costs,
         "ranks": table.ranks,
         "stages": table.stages,
-        "microbatches": table.units,  # the range of the numbers in `entries`: microbatch x slices + slice
+        "microbatches": table.microbatches,
         "slices": table.slices,
         "copies": [list(copy) for copy in table.placement.copies],
         "lowered": table.lowered,
-        "table": _about(table),
+        "table": _describe_file(table),
         "kinds": [kind.name for kind in Kind],
         "entries": _entries(table.rows),
         **_structure(table, costs, any(all_findings)),
-        "costs": {name: value for name, value in costs.to_json().items() if not name.startswith("host_")},
+        "costs": costs.to_json(),
         "units": dict(zip(("time", "size"), units, strict=True)),
         "memory_limit": list(memory_limit) if isinstance(memory_limit, Sequence) else memory_limit,
         "measured": None,
         **describe_findings(all_findings),
     }
-
-
-def refuse_copies(table: Table) -> None:
-    """Refuse a table with copies to host memory: the page does not time them."""
-    copies = np.flatnonzero(table.rows.is_kind(*COPIES))
-    if len(copies):
-        raise ScheduleError(
-            f"the page cannot show {table.rows.part_at(int(copies[0]))}: it does not time copies of activations to host memory. Save the "
-            "timeline as .svg, .html or .trace.json instead"
-        )
 
 
 def describe_findings(findings: Sequence[Finding]) -> dict[str, Any]:
@@ -101,7 +90,7 @@ def timeline_document(timeline: Timeline, *, source: dict[str, Any], memory_limi
     """Describe a timeline for the page, with its times if they were measured."""
     view = document(timeline.table, timeline.costs, source=source, memory_limit=memory_limit, **options)
     if timeline.source != "simulated" and view["timed"]:
-        view["measured"] = {"source": timeline.source, **{name: real(getattr(timeline, name)) for name in _TIMES}}
+        view["measured"] = {"source": timeline.source, **{name: pack_floats(getattr(timeline, name)) for name in _TIMES}}
     return view
 
 
@@ -111,7 +100,7 @@ def title_of(table: Table) -> str:
     return f"{name}, {format_count(table.ranks, 'rank')}, {format_count(table.microbatches, 'microbatch')}{slices}"
 
 
-def _about(table: Table) -> dict[str, Any]:
+def _describe_file(table: Table) -> dict[str, Any]:
     """What a file of the table holds besides its rows."""
     about: dict[str, Any] = {
         "type": "program" if isinstance(table, Program) else "schedule",
@@ -125,36 +114,37 @@ def _about(table: Table) -> dict[str, Any]:
 
 
 def _entries(rows: Rows) -> dict[str, Any]:
+    """Every part of every action; with slices, the microbatch is the number of the slice among those of all microbatches."""
     return {
-        "kind": small(rows.kind),
-        "stage": whole(rows.stage),
-        "microbatch": whole(rows.microbatch),
-        "peer": whole(rows.peer),
-        "at": whole(np.append(np.flatnonzero(rows.heads), len(rows.codes))),
+        "kind": pack_small(rows.kind),
+        "stage": pack_ints(rows.stage),
+        "microbatch": pack_ints(rows.microbatch),
+        "peer": pack_ints(rows.peer),
+        "at": pack_ints(np.append(np.flatnonzero(rows.heads), len(rows.codes))),
     }
 
 
 def _structure(table: Table, costs: Costs, suspect: bool) -> dict[str, Any]:
     """The timing graph, or only the bounds of the rows if the table cannot be timed."""
     if suspect and not _runs(table, costs):
-        return {"timed": False, "graph": {"bounds": whole(table.rows.group_offsets)}, "local": None, "messages": None, "channels": []}
+        return {"timed": False, "graph": {"bounds": pack_ints(table.rows.group_offsets)}, "local": None, "messages": None, "channels": []}
     flat = Flat(table)
     graph, messages, group = flat.graph(), flat.messages, table.rows.group
-    before, after = (group[np.concatenate(ends)] for ends in zip(table.links.local, _beside_messages(table, flat), strict=True))
+    before, after = (group[np.concatenate(ends)] for ends in zip(table.links.local, _find_further_needs(table, flat), strict=True))
     pairs = np.unique(np.stack((after, before)), axis=1)
-    ends = {name: whole(getattr(messages, name)) for name in ("before", "after", "maker", "source", "target", "channel")}
-    ends |= {name: whole(getattr(table.deliveries, name)) for name in ("begun", "last")}
-    columns = {name: whole(getattr(graph, name)) for name in _GRAPH}
+    ends = {name: pack_ints(getattr(messages, name)) for name in ("before", "after", "maker", "source", "target", "channel")}
+    ends |= {name: pack_ints(getattr(table.deliveries, name)) for name in ("begun", "last")}
+    columns = {name: pack_ints(getattr(graph, name)) for name in _GRAPH}
     return {
         "timed": True,
-        "graph": {"bounds": whole(graph.bounds), **columns, "collective": small(graph.collective >= 0)},
-        "local": {"after": whole(pairs[0]), "before": whole(pairs[1])},
+        "graph": {"bounds": pack_ints(graph.bounds), **columns, "collective": pack_small(graph.collective >= 0)},
+        "local": {"after": pack_ints(pairs[0]), "before": pack_ints(pairs[1])},
         "messages": ends,
         "channels": [[source, target, kind.name] for source, target, kind in messages.channels],
     }
 
 
-def _beside_messages(table: Table, flat: Flat) -> Needs:
+def _find_further_needs(table: Table, flat: Flat) -> Needs:
     """Pairs across ranks that no message stands for: further readers of an output, and earlier parts of a sum of gradients."""
     data, messages, span = table.links.data, flat.messages, len(table.rows.codes)
     more = ~np.isin(data.before * span + data.after, messages.before * span + messages.after)
@@ -187,17 +177,17 @@ def _finding(finding: Finding) -> dict[str, Any]:
 # Columns --------------------------------------------------------------------------------------------------------------
 
 
-def small(values: Any) -> Column:
+def pack_small(values: Any) -> Column:
     """Pack whole numbers from -128 to 127."""
     return _pack("i8", "<i1", values)
 
 
-def whole(values: Any) -> Column:
+def pack_ints(values: Any) -> Column:
     """Pack whole numbers of 32 bits."""
     return _pack("i32", "<i4", values)
 
 
-def real(values: Any) -> Column:
+def pack_floats(values: Any) -> Column:
     """Pack floating-point numbers, to the last bit."""
     return _pack("f64", "<f8", values)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +10,11 @@ from penstock.errors import FileFormatError, UsageError
 from penstock.ir.costs import Costs
 from penstock.ir.formats import json_form
 from penstock.ir.formats.csv_form import parse_csv
+from penstock.ir.formats.reading import parse_json
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 from penstock.passes.lower import lower
+from penstock.passes.offload import Offload
 from penstock.planner.request import check_limits
 from penstock.schedules.registry import Algorithm, algorithm, algorithms
 from penstock.studio.document import Document, describe_findings, document, timeline_document
@@ -33,6 +34,7 @@ _VIEW: dict[str, tuple[type, ...]] = {
     "memory_limit": _SIZE,
     "lower": (bool,),
     "fsdp": (bool,),
+    "offload": (str, type(None)),
 }
 _KINDS = {"int": "int", "float": "number", "str": "text", "bool": "bool"}
 
@@ -79,10 +81,11 @@ def view(body: Any) -> Document:
     limits = check_limits(request.get("memory_limit"), table.ranks)
     source = {"kind": "schedule", "name": named.name, "ranks": table.ranks, "microbatches": table.microbatches}
     source |= {"chunks": table.chunks, "options": request.get("options") or {}, "lower": table.lowered, "fsdp": request.get("fsdp", False)}
-    return document(table, costs, source=source, memory_limit=_plain_limit(limits), depends_on_costs="costs" in named.options)
+    source["offload"] = request.get("offload") or ""
+    return document(table, costs, source=source, memory_limit=_simplify_limit(limits), depends_on_costs="costs" in named.options)
 
 
-def _plain_limit(limits: tuple[float, ...] | None) -> Any:
+def _simplify_limit(limits: tuple[float, ...] | None) -> Any:
     """One number if all ranks have the same limit."""
     return limits[0] if limits and len(set(limits)) == 1 else limits
 
@@ -93,9 +96,11 @@ def _build(named: Algorithm, request: dict[str, Any], costs: Costs) -> Table:
     check_shape(shape)
     schedule = named.build(shape.ranks, shape.microbatches, shape.chunks, **options)
     check_table(schedule)
-    if not (request.get("lower") or request.get("fsdp")):
+    offload = request.get("offload") or None
+    if not (request.get("lower") or request.get("fsdp") or offload):
         return schedule
-    program = lower(schedule, fsdp=request.get("fsdp", False))
+    moved = None if offload is None else Offload.from_options({"share": offload[:LONGEST_NAME]})
+    program = lower(schedule, fsdp=request.get("fsdp", False), offload=moved)
     check_table(program)
     return program
 
@@ -133,20 +138,8 @@ def file_document(name: str, text: str) -> Document:
     """Make the document of a file from its name and content."""
     content = text.removeprefix("\ufeff")
     if content.lstrip()[:1] in ("{", "["):
-        return _json_document(read_json(content, name), name)
+        return _json_document(parse_json(content, name, strict=True), name)
     return table_document(parse_csv(io.StringIO(content, newline=""), name, strict=False), name)
-
-
-def read_json(text: str, name: str = "JSON") -> Any:
-    """Read JSON as the standard defines it, without NaN and infinity."""
-
-    def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is not a number")
-
-    try:
-        return json.loads(text, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise FileFormatError(name, f"not a JSON file: {error}") from None
 
 
 def _json_document(data: Any, name: str) -> Document:
@@ -180,7 +173,7 @@ def _plan_document(data: Any, name: str) -> Document:
     check_table(plan.program)
     source = {"kind": "plan", "name": plan.name, "file": name}
     units = (plan.profile.time_unit, "B" if plan.in_bytes else "")
-    return document(plan.program, plan.costs, source=source, memory_limit=_plain_limit(plan.memory_limit), units=units)
+    return document(plan.program, plan.costs, source=source, memory_limit=_simplify_limit(plan.memory_limit), units=units)
 
 
 def table_document(table: Table, name: str) -> Document:
@@ -223,7 +216,7 @@ def candidate(body: Any) -> Document:
     """Make the document of a candidate that the planner tried, from what `plan_jobs.pack_candidate` keeps."""
     table = json_form.decode(body["table"], body["name"])
     source = {"kind": "plan", "name": body["name"], "index": body["index"]}
-    view = document(table, Costs.from_json(body["costs"]), source=source, memory_limit=_plain_limit(body["limits"]), units=body["units"])
+    view = document(table, Costs.from_json(body["costs"]), source=source, memory_limit=_simplify_limit(body["limits"]), units=body["units"])
     return {**view, "title": f"{body['name']}, candidate {body['index']}"}
 
 

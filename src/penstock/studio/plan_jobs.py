@@ -1,7 +1,7 @@
 """Plans in the making: one at a time, each in its own process, which can be ended.
 
-`Jobs` starts a process that runs `run_plan`. It sends events back: each candidate as it is tried, progress, and at the end `done` or
-`failed`. A `Job` keeps them for every page that follows the plan.
+`PlanJobs` starts a process that runs `run_plan`. It sends events back: each candidate as it is tried, progress, and at the end `done` or
+`failed`. A `PlanJob` keeps them for every page that follows the plan.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PlanEvent:
 
 
 @dataclass
-class Job:
+class PlanJob:
     """One plan and all its events so far."""
 
     key: str
@@ -54,7 +54,7 @@ class Job:
     followers: int = 0
     changed: Condition = field(default_factory=Condition)
 
-    def after(self, place: int, seconds: float) -> tuple[list[PlanEvent], bool]:
+    def wait_for_events(self, place: int, seconds: float) -> tuple[list[PlanEvent], bool]:
         """Give the events from this place on, after waiting at most so long for one, and whether the job has ended."""
         with self.changed:
             self.changed.wait_for(lambda: self.ended or len(self.events) > place, seconds)
@@ -96,7 +96,7 @@ class Job:
         return self.end(PlanEvent("done", {"best": index, "cancelled": True}))
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
+    def follow(self) -> Iterator[None]:
         """Count a page that follows the job. The job ends with its last page: nobody else knows its key, and only one plan can run."""
         self.followers += 1
         try:
@@ -118,12 +118,12 @@ class Job:
         return True
 
 
-class Jobs:
+class PlanJobs:
     """The current plan, or the last one."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._job: Job | None = None
+        self._job: PlanJob | None = None
         self._listener: Thread | None = None
 
     def start(self, body: Any, seconds: float) -> str:
@@ -140,12 +140,12 @@ class Jobs:
         process = context.Process(target=run_plan, args=(sender, body), daemon=True)
         process.start()
         sender.close()
-        self._job = Job(secrets.token_urlsafe(9), process, receiver, monotonic() + seconds + GRACE)
+        self._job = PlanJob(secrets.token_urlsafe(9), process, receiver, monotonic() + seconds + GRACE)
         self._listener = Thread(target=self._job.listen, daemon=True)
         self._listener.start()
         return self._job.key
 
-    def get(self, key: str) -> Job:
+    def get(self, key: str) -> PlanJob:
         if self._job is None or not secrets.compare_digest(key.encode(), self._job.key.encode()):
             raise UnknownNameError("there is no such plan: only the last one is kept")
         return self._job
@@ -199,15 +199,15 @@ class _Planner:
         self.in_bytes = is_in_bytes(profile, options.get("memory_limit"))
         limits = check_limits(options.get("memory_limit"), options["ranks"])
         self.limits = None if limits is None else tuple(limit * (1 - options.get("headroom", 0.0)) for limit in limits)
-        best = plan(profile, **options, progress=self.progress, found=self.found)
-        if self._chosen(best) is None:  # its cuts were shifted since its candidate was told
-            self.found(Candidate.of_timeline(best.name, best.problem, best.schedule, best.predicted))
+        best = plan(profile, **options, progress=self.progress, found=self.send_candidate)
+        if self._find_chosen(best) is None:  # its cuts were shifted since its candidate was told
+            self.send_candidate(Candidate.of_timeline(best.name, best.problem, best.schedule, best.predicted))
         self.connection.send(("done", self._result(best), json.dumps(best.to_json()).encode()))
 
     def progress(self, progress: Progress) -> None:
         self.connection.send(("progress", asdict(progress), None))
 
-    def found(self, candidate: Candidate) -> None:
+    def send_candidate(self, candidate: Candidate) -> None:
         index = len(self.candidates)
         self.candidates.append(candidate)
         self.connection.send(
@@ -216,7 +216,7 @@ class _Planner:
 
     def _result(self, plan: Plan) -> dict[str, Any]:
         return {
-            "best": self._chosen(plan),
+            "best": self._find_chosen(plan),
             "cancelled": False,
             "name": plan.name,
             "makespan": plan.objective,
@@ -229,7 +229,7 @@ class _Planner:
             "units": {"time": plan.profile.time_unit, "size": "B" if plan.in_bytes else ""},
         }
 
-    def _chosen(self, plan: Plan) -> int | None:
+    def _find_chosen(self, plan: Plan) -> int | None:
         """The candidate that is the plan, with its cuts; None if no event has told of it."""
         same = [
             index

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from penstock.errors import UsageError
+from penstock.errors import ScheduleError, UsageError
+from penstock.ir.codes import MAX_STAGES
+from penstock.ir.formats.reading import check_fields
 from penstock.planner.profile import Profile
-from penstock.planner.request import check_batch, check_count, check_limits, check_names, check_share
+from penstock.planner.request import check_batch, check_limits, check_names, check_share
 from penstock.studio.limits import MOST_LAYERS, MOST_PLANNED, MOST_SECONDS, check_actions, check_request
+from penstock.text.units import check_count
 
 _PLAN: dict[str, tuple[type, ...]] = {
     "profile": (dict, type(None)),
@@ -39,7 +42,10 @@ def read_plan_request(body: Any) -> tuple[Profile, dict[str, Any]]:
     request = dict(check_request(body, _PLAN, required=("ranks",)))
     profile = _profile(request.pop("profile", None), request.pop("transformer", None))
     options = {name: value for name, value in request.items() if value is not None}
-    ranks, seconds = check_count("ranks", options["ranks"]), check_share("seconds", options.get("seconds", 7.0))
+    ranks, seconds = (
+        check_count("ranks", options["ranks"], most=MAX_STAGES, error=ScheduleError),
+        check_share("seconds", options.get("seconds", 7.0)),
+    )
     if seconds > MOST_SECONDS:
         raise UsageError(f"seconds={seconds:g}: the studio searches for at most {MOST_SECONDS:g}")
     if len(profile) < ranks:
@@ -50,10 +56,7 @@ def read_plan_request(body: Any) -> tuple[Profile, dict[str, Any]]:
     for name, below in _SHARES.items():
         if name in options:
             check_share(name, options[name], below=below)
-    names = options.get("schedules")
-    if names is not None and not all(isinstance(name, str) for name in names):
-        raise UsageError("'schedules' must be a list of names")
-    check_names(names)
+    check_names(options.get("schedules"))
     return profile, options
 
 
@@ -66,21 +69,19 @@ def _profile(profile: Any, transformer: Any) -> Profile:
     if (profile is None) == (transformer is None):
         raise UsageError("give one model: 'profile' or 'transformer'")
     if profile is not None:
-        _check_layers(profile.get("layers"))
-        variants = profile.get("variants") or []
-        if not isinstance(variants, list):
-            raise UsageError("'variants' of a profile must be a list of profiles")
-        for variant in variants:
-            _check_layers(variant.get("layers") if isinstance(variant, dict) else None)
+        _check_layers(profile)
+        for variant in profile.get("variants", ()):
+            _check_layers(variant)
         return Profile.from_json(profile)
-    _check_layers([{"count": transformer.get("layers")}])
+    _check_layers({"layers": [{"count": transformer.get("layers")}]})
     sizes = transformer.get("microbatch")
     return Profile.transformer(**{**transformer, **({"microbatch": tuple(sizes)} if isinstance(sizes, list) else {})})
 
 
-def _check_layers(layers: Any) -> None:
+def _check_layers(profile: Any) -> None:
     """Refuse too many layers before they are built."""
-    counts = [layer.get("count", 1) for layer in layers if isinstance(layer, dict)] if isinstance(layers, list) else []
+    layers = check_fields(profile, {"layers": (list,), "variants": (list,)}, error=UsageError, required=("layers",))["layers"]
+    counts = [layer.get("count", 1) for layer in layers if isinstance(layer, dict)]
     total = sum(count for count in counts if isinstance(count, int))
     if total > MOST_LAYERS:
         raise UsageError(f"{total:,} layers are more than the studio takes, {MOST_LAYERS:,}")

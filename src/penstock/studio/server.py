@@ -16,10 +16,11 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import BusyError, MissingExtraError, PenstockError, TooLongError, UnknownNameError, UsageError
-from penstock.studio.handlers import read_json, schedules
+from penstock.ir.formats.reading import parse_json
+from penstock.studio.handlers import schedules
 from penstock.studio.limits import MOST_BYTES
 from penstock.studio.page import page
-from penstock.studio.plan_jobs import Job, Jobs, unpack_candidate
+from penstock.studio.plan_jobs import PlanJob, PlanJobs, unpack_candidate
 from penstock.studio.security import Hosts, OriginGuard
 from penstock.studio.worker import Question, Worker
 
@@ -46,7 +47,7 @@ class Studio:
     def __init__(self, documents: Sequence[Any] = (), worker: Worker | None = None) -> None:
         self.documents = documents
         self.worker = Worker() if worker is None else worker
-        self.jobs = Jobs()
+        self.jobs = PlanJobs()
 
     def close(self) -> None:
         self.jobs.close()
@@ -80,7 +81,7 @@ class Studio:
 
         body = await body_of(request)
         checked = json.loads(await self._answer(request, "check-plan", body))
-        return JSONResponse({"job": await _in_thread(self.jobs.start, body, checked["seconds"])})
+        return JSONResponse({"job": await _run_in_thread(self.jobs.start, body, checked["seconds"])})
 
     async def plan(self, request: Request) -> Response:
         job = self.jobs.get(request.path_params["job"])
@@ -108,14 +109,14 @@ class Studio:
             raise BusyError(f"{job.followers} pages already follow the plan: close one")
         return StreamingResponse(self._events(job), media_type="text/event-stream")
 
-    async def _events(self, job: Job) -> AsyncIterator[str]:
+    async def _events(self, job: PlanJob) -> AsyncIterator[str]:
         """Send every event from the first on, and a sign of life if there is none for a while. A page that leaves is not waited for."""
         from anyio.to_thread import run_sync
 
-        with job.followed():
+        with job.follow():
             place, ended = 0, False
             while not ended:
-                events, ended = await run_sync(job.after, place, ALIVE, abandon_on_cancel=True)
+                events, ended = await run_sync(job.wait_for_events, place, ALIVE, abandon_on_cancel=True)
                 place += len(events)
                 yield "".join(f"event: {event.name}\ndata: {json.dumps(event.data)}\n\n" for event in events) or ": alive\n\n"
 
@@ -127,7 +128,7 @@ class Studio:
         question = Question(name, body)
         watching = asyncio.create_task(self._watch(request, question))
         try:
-            answer: bytes = await _in_thread(self.worker.answer, question)
+            answer: bytes = await _run_in_thread(self.worker.answer, question)
         finally:
             watching.cancel()
         return answer
@@ -141,7 +142,7 @@ class Studio:
         self.worker.drop(question)
 
 
-async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
+async def _run_in_thread(function: Callable[..., Any], *args: Any) -> Any:
     from starlette.concurrency import run_in_threadpool
 
     return await run_in_threadpool(partial(function, *args))
@@ -169,7 +170,7 @@ async def body_of(request: Request) -> Any:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"the request is not UTF-8: {error}") from None
-    return await _in_thread(read_json, text, "the request")
+    return await _run_in_thread(lambda: parse_json(text, "the request", strict=True))
 
 
 def application(documents: Sequence[Any] = (), *, host: str = "127.0.0.1", worker: Worker | None = None) -> Starlette:
@@ -185,9 +186,9 @@ def application(documents: Sequence[Any] = (), *, host: str = "127.0.0.1", worke
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        await _in_thread(studio.worker.start)
+        await _run_in_thread(studio.worker.start)
         yield
-        await _in_thread(studio.close)
+        await _run_in_thread(studio.close)
 
     routes = [
         Route("/", studio.page),

@@ -42,7 +42,7 @@ class Worker:
     def start(self) -> None:
         """Start the process now, so that the first question does not wait for it."""
         with self._turn_of(Question("start"), self.seconds):
-            self._running()
+            self._ensure_running()
 
     def ask(self, name: str, body: Any) -> bytes:
         """Get the answer as JSON text; an error in the process is raised here."""
@@ -92,7 +92,7 @@ class Worker:
             raise BusyError("nobody waits for this answer any more")
 
     def _answer(self, question: Question) -> bytes:
-        connection = self._running()
+        connection = self._ensure_running()
         self._check_left(question)
         try:
             connection.send((question.name, question.body))
@@ -110,7 +110,7 @@ class Worker:
         data: bytes = answer
         return data
 
-    def _running(self) -> Connection:
+    def _ensure_running(self) -> Connection:
         if self._connection is None or not self._process.is_alive():
             self._end()
             context = multiprocessing.get_context("spawn")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,16 @@ def check_number(name: str, value: Any) -> float:
     return float(value)
 
 
+def check_count(name: str, value: Any, least: int = 1, most: int | None = None, *, error: Callable[[str], Exception] = CostsError) -> int:
+    """Give a whole number from `least` to `most` as an int; refuse anything else. `error` makes the exception from a sentence."""
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        value = value.item()  # a NumPy scalar
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        until = "" if most is None else f" and at most {most}"
+        raise error(f"{name} must be a whole number of at least {least}{until}, got {value!r}")
+    return value
+
+
 def has_byte_unit(size: object) -> bool:
     """Whether a size is written in bytes, like "40GiB"."""
     return isinstance(size, str) and size.rstrip().endswith("B")
@@ -56,13 +67,13 @@ def has_byte_unit(size: object) -> bool:
 def _parse_text(text: str) -> float:
     match = _SIZE.fullmatch(text)
     if match is None or match[2] not in {"", *BYTES}:
-        meant = _nearest_size(text)
+        meant = _guess_size(text)
         hint = f"did you mean {meant}? " if meant else ""
         raise CostsError(f"{text!r} is not a size: {hint}write a number and one of {', '.join(BYTES)}, like 40GiB")
     return float(match[1]) * float(BYTES[match[2] or "B"])
 
 
-def _nearest_size(text: str) -> str | None:
+def _guess_size(text: str) -> str | None:
     """The size that was probably meant by a unit in the wrong case or without its B."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     if match is None:

@@ -13,7 +13,7 @@ from penstock.ir.dependencies import Linker, peer_stages
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import RECEIVES, SEND_WAITS, SENDS, Kind
 from penstock.ir.placement import Placement
-from penstock.ir.rows import Flags, Ints, Rows, first_of
+from penstock.ir.rows import Flags, Ints, Rows, find_first
 from penstock.ir.table import Table
 from penstock.verifier.finding import Finding, Severity
 
@@ -78,10 +78,10 @@ class Context:
         """Stage, microbatch and slice in one number; meaningless outside the counts."""
         return self.rows.stage * self.table.units + self.rows.microbatch
 
-    def first(self, *kinds: Kind) -> Ints:
+    def find_first(self, *kinds: Kind) -> Ints:
         """For each cell, the first entry of these kinds, -1 if there is none."""
         entries = np.flatnonzero(self.rows.is_kind(*kinds) & self.inside)
-        return first_of(self.cell[entries], entries, self.table.stages * self.table.units)
+        return find_first(self.cell[entries], entries, self.table.stages * self.table.units)
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
@@ -158,12 +158,12 @@ class Context:
     def place(self, entry: int) -> str:
         return f"step {int(self.rows.step[entry])} of rank {int(self.rows.rank[entry])}"
 
-    def finding(self, rule: str, entry: int, message: str, remedy: str, severity: Severity = Severity.WRONG) -> Finding:
+    def report(self, rule: str, entry: int, message: str, remedy: str, severity: Severity = Severity.WRONG) -> Finding:
         """A finding at an entry."""
         rank, step = int(self.rows.rank[entry]), int(self.rows.step[entry])
         return Finding(rule, severity, rank, step, str(self.rows.action_at(entry)), message, remedy, self.table)
 
-    def absence(self, rule: str, rank: int, action: str, message: str, remedy: str, *, beside: int = -1) -> Finding:
+    def report_missing(self, rule: str, rank: int, action: str, message: str, remedy: str, *, beside: int = -1) -> Finding:
         """A finding about a missing action, placed beside an entry of its rank or at the end of the row."""
         if beside >= 0 and self.rows.rank[beside] == rank:
             step = int(self.rows.step[beside])
@@ -184,7 +184,7 @@ def position_in(keys: Ints) -> Ints:
     return np.arange(len(keys)) - np.repeat(starts, np.diff(np.append(starts, len(keys))))
 
 
-def repeated(keys: Ints, entries: Ints) -> tuple[Ints, Ints]:
+def find_repeated(keys: Ints, entries: Ints) -> tuple[Ints, Ints]:
     """The entries with the key of an earlier entry, and for each the first entry with that key."""
     order = np.argsort(keys, kind="stable")
     place = position_in(keys[order])

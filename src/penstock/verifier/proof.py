@@ -54,16 +54,16 @@ class Proof:
         return f"semantics: channels, {'with the slots of the buffers' if self.slots else 'slots unlimited'}"
 
     def _memory(self) -> str:
-        return f"peak memory: {_highest(self.peak_memory or (), self.memory_limit)}"
+        return f"peak memory: {_describe_highest(self.peak_memory or (), self.memory_limit)}"
 
     def _host_memory(self) -> str:
-        return f"host memory: {_highest(self.host_memory or (), self.host_memory_limit)}"
+        return f"host memory: {_describe_highest(self.host_memory or (), self.host_memory_limit)}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def _highest(peaks: tuple[float, ...], limits: tuple[float, ...] | None) -> str:
+def _describe_highest(peaks: tuple[float, ...], limits: tuple[float, ...] | None) -> str:
     """The highest peak, its limit and its rank."""
     highest = max(range(len(peaks)), key=peaks.__getitem__)
     limit = "" if limits is None else f" of {limits[highest]:.6g} allowed"

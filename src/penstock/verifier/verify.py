@@ -11,7 +11,7 @@ from penstock.errors import CostsError, ScheduleError, UnknownNameError, VerifyE
 from penstock.ir.costs import Costs
 from penstock.ir.kind import SENDS
 from penstock.ir.table import Table
-from penstock.text.units import parse_size
+from penstock.text.units import check_count, parse_size
 from penstock.verifier.context import Context
 from penstock.verifier.finding import Finding, report
 from penstock.verifier.proof import Proof
@@ -73,11 +73,11 @@ def check(
 
 
 def _check(context: Context, rules: Collection[str] | None = None) -> list[Finding]:
-    findings = list(islice(malformed(context.table), MOST_FINDINGS)) or list(_broken(context, rules))
+    findings = list(islice(malformed(context.table), MOST_FINDINGS)) or list(_check_rules(context, rules))
     return sorted(findings, key=lambda finding: finding.severity)  # stable: within a severity the rules keep their order
 
 
-def _broken(context: Context, rules: Collection[str] | None) -> Iterator[Finding]:
+def _check_rules(context: Context, rules: Collection[str] | None) -> Iterator[Finding]:
     for rule in RULES:
         if (rules is None or rule.name in rules) and rule.applies(context):
             yield from islice(rule.check(context), MOST_FINDINGS)
@@ -115,8 +115,8 @@ def _context(
         raise ScheduleError(f"verify takes a Schedule or a Program, got {type(table).__name__}")
     if semantics not in SEMANTICS:
         raise UnknownNameError(f"there are no semantics {semantics!r}: {nearest(str(semantics), SEMANTICS)}")
-    if outstanding is not None and (type(outstanding) is not int or outstanding < 0):
-        raise ScheduleError(f"max_outstanding_sends={outstanding!r}: it must be a whole number of at least 0")
+    if outstanding is not None:
+        check_count("max_outstanding_sends", outstanding, 0, error=ScheduleError)
     costs = costs or Costs()
     costs.check(table.stages, table.units, table.ranks)
     limits, in_bytes = _limits("memory_limit", memory_limit, table.ranks)

@@ -11,7 +11,7 @@ import penstock as ps
 from compat.deepspeed.plainly import run
 from penstock.compat.deepspeed import as_deepspeed, prove, to_program
 from penstock.compat.deepspeed import schedule as ours
-from penstock.compat.deepspeed.proof import plain
+from penstock.compat.deepspeed.proof import to_plain
 from penstock.errors import ScheduleError, UnknownNameError, VerifyError
 from penstock.ir.placement import Placement
 
@@ -27,7 +27,7 @@ def all_stages(factory: Any, stages: int, micro_batches: int) -> list[Any]:
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
 def test_every_order_goes_right_in_an_engine_like_deepspeed_s(name: str, stages: int, micro_batches: int) -> None:
     made = all_stages(as_deepspeed(name), stages, micro_batches)
-    run([plain(each) for each in made], micro_batches, [each.num_pipe_buffers() for each in made])
+    run([to_plain(each) for each in made], micro_batches, [each.num_pipe_buffers() for each in made])
     assert prove(as_deepspeed(name), micro_batches=micro_batches, stages=stages).microbatches == micro_batches
 
 
@@ -99,7 +99,7 @@ def test_a_program_and_an_order_of_ones_own() -> None:
     rows = [["0F0", "0F1", "0B1", "0B0"], ["1F0", "1F1", "1B1", "1B0"]]
     reverse = as_deepspeed(ps.Schedule.from_actions(rows, Placement.linear(2)))
     made = all_stages(reverse, 2, 2)
-    run([plain(each) for each in made], 2, [each.num_pipe_buffers() for each in made])
+    run([to_plain(each) for each in made], 2, [each.num_pipe_buffers() for each in made])
     assert [each.buffer_id for step in made[0] for each in step if each.name == "BackwardPass"] == [1, 0]
 
 
@@ -107,7 +107,7 @@ def test_a_first_stage_that_takes_microbatches_in_another_order() -> None:
     """The data come in their own order; which microbatch is which follows from the loads."""
     rows = [["0F1", "0F0", "0B1", "0B0"], ["1F1", "1B1", "1F0", "1B0"]]
     made = all_stages(as_deepspeed(ps.Schedule.from_actions(rows, Placement.linear(2))), 2, 2)
-    run([plain(each) for each in made], 2, [each.num_pipe_buffers() for each in made])
+    run([to_plain(each) for each in made], 2, [each.num_pipe_buffers() for each in made])
 
 
 def derive_classes() -> dict[str, type]:

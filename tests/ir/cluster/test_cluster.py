@@ -89,7 +89,7 @@ def draw_cluster(chance: random.Random, devices: int) -> Cluster:
 
 def see(cluster: Cluster, one: int, other: int) -> tuple[object, ...]:
     """What a message from one device to another meets: times by size, without its lanes."""
-    costs = ps.Costs(**{name: value for name, value in cluster.link_fields().items() if name in {"latency", "bandwidth"}})
+    costs = ps.Costs(**{name: value for name, value in cluster.link_fields.items() if name in {"latency", "bandwidth"}})
     return tuple(float(costs.travel(size, one, other)) for size in (0.0, 1.0, 8.0))
 
 
@@ -190,9 +190,9 @@ def test_costs_that_do_not_fit_the_cluster_are_refused(
 
 def test_the_least_hop_is_over_the_fastest_link() -> None:
     cluster = Cluster([FAST] * 3, latency=[[0, 5, 4], [5, 0, 3], [9, 9, 0]], bandwidth=[[1, 4, 1], [1, 1, 1], [1, 1, 1]])
-    assert cluster.least_hop(0.0) == 3.0
-    assert cluster.least_hop(4.0) == 6.0
-    assert Cluster([FAST], latency=7).least_hop(1.0) == 0.0
+    assert cluster.find_least_hop(0.0) == 3.0
+    assert cluster.find_least_hop(4.0) == 6.0
+    assert Cluster([FAST], latency=7).find_least_hop(1.0) == 0.0
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
@@ -241,13 +241,13 @@ node = "small"
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("[]", "a cluster is a table of names and values, got list"),
-        ("{}", "a cluster needs 'devices'"),
+        ("[]", "a cluster: the data must be an object, got a list"),
+        ("{}", "a cluster: 'devices' is missing"),
         ('{"devices": {}}', "devices must be a list"),
-        ('{"devices": [{"name": "a", "sped": 1}]}', "device 0: a device has no 'sped': did you mean 'speed'"),
+        ('{"devices": [{"name": "a", "sped": 1}]}', "device 0: a device: there is no field 'sped': did you mean 'speed'"),
         ('{"devices": [{"count": 0}]}', "device 0: count must be a whole number of at least 1, got 0"),
         ('{"devices": [{}, {"speed": 0}]}', "device 1: speed must be more than 0"),
-        ('{"devices": [{}], "latencey": 1}', "a cluster has no 'latencey': did you mean 'latency'"),
+        ('{"devices": [{}], "latencey": 1}', "a cluster: there is no field 'latencey': did you mean 'latency'"),
         ('{"devices": [{}, {}], "latency": [[0, 1], [1, 0]], "card": "node"}', "latency is one number if links are described by nodes"),
         ('{"devices": [{}, {}], "lanes": [], "card": "node"}', "lanes are given by the nodes"),
         ('{"devices": [{}, {}], "bandwidth": [[null, 0], [1, null]]}', r"bandwidth\[0\]\[1\] must be more than 0"),

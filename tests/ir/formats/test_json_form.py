@@ -19,7 +19,7 @@ from penstock.ir.formats.json_form import decode, encode
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
-from penstock.ir.program import Buffers, Program
+from penstock.ir.program import BufferCounts, Program
 from penstock.ir.schedule import Schedule
 
 
@@ -41,7 +41,7 @@ def test_plain_data_and_back(data: st.DataObject, placement: Placement, lowered:
 
 
 def test_a_program_keeps_its_passes_and_buffers(tmp_path: Path) -> None:
-    held = Buffers(({0: 2}, {1: 1}), ({0: 1}, {}), {(0, 1, Kind.SEND_F): 3, (1, 0, Kind.SEND_B): 1})
+    held = BufferCounts(({0: 2}, {1: 1}), ({0: 1}, {}), {(0, 1, Kind.SEND_F): 3, (1, 0, Kind.SEND_B): 1})
     program = Program(packed([[], []]), Placement.linear(2), 1, passes="reduce-grad,send-receive{receive=paired}", buffers=held)
     save(program, tmp_path / "p.json")
     back = ps.load(tmp_path / "p.json")
@@ -99,7 +99,7 @@ def without(key: str) -> Callable[[dict[str, Any]], Any]:
         (changed("version", to=99), "version 99: this Penstock reads version 1"),
         (without("version"), "version None"),
         *((without(key), f"'{key}' is missing") for key in ("rows", "placement", "microbatches", "edges", "name")),
-        (changed("type", to="program"), "'passes' is missing"),
+        (changed("type", to="program"), "'passes', 'lowered', 'buffers' are missing"),
         (changed("rows", 1, 2, to="1F0junk"), "row 2 (rank 1), cell 3: '1F0junk' is not an action"),
         (changed("rows", 1, 2, to=7), "row 2 (rank 1), cell 3: 7 is not an action"),
         (changed("rows", 1, to=None), "row 2 (rank 1): "),

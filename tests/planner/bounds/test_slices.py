@@ -43,7 +43,7 @@ def test_no_sliced_schedule_is_below_a_bound(seed):
         assert bound <= objective * (1 + 1e-9), name
     within = tight.memory_limit, any(tight.recompute), tight.barrier, tight.split
     overall = OverallBound(profile, schedule.microbatches, schedule.ranks, 1, *within, schedule.slices, GRANULARITY)
-    for argument in (overall.average, overall.largest_layer, overall.one_microbatch, overall.holding):
+    for argument in (overall.average, overall.bound_largest_layer, overall.bound_one_microbatch, overall.bound_holding):
         assert argument() <= objective * (1 + 1e-9), argument.__name__
 
 

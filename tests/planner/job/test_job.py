@@ -35,7 +35,7 @@ def test_the_model_is_the_transformer_of_these_sizes():
         ({"model": {**SIZES, "flops": 1e12}}, "a job's model has no field 'flops'"),
         ({"model": {**SIZES, "experts": 8}}, "a job's model has no field 'experts'"),
         ({"model": {**SIZES, "heads": 5}}, "hidden=64 cannot be shared among heads=5"),
-        ({"model": {"layers": 2}}, "a transformer needs hidden, heads, sequence, vocabulary"),
+        ({"model": {"layers": 2}}, "a transformer: 'hidden', 'heads', 'sequence', 'vocabulary' are missing"),
         ({"machines": None}, "machines must be penstock.Machines, got NoneType"),
     ],
 )

@@ -63,7 +63,7 @@ def test_impossible_machines_are_refused(values, message):
 
 
 def test_missing_and_unknown_fields_are_refused():
-    with pytest.raises(CostsError, match="machines need flops, memory, memory_bandwidth, node_bandwidth, bandwidth"):
+    with pytest.raises(CostsError, match="machines: 'flops', 'memory', 'memory_bandwidth', 'node_bandwidth', 'bandwidth' are missing"):
         ps.Machines.from_fields({"gpus": 8})
     with pytest.raises(CostsError, match="no field 'gpu_count'"):
         ps.Machines.of("a100", gpu_count=8)

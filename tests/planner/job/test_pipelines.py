@@ -9,7 +9,7 @@ import pytest
 
 import penstock as ps
 from penstock.planner.job.layer_costs import LayerCosts
-from penstock.planner.job.pipelines import Orders, PipelineTrials
+from penstock.planner.job.pipelines import PipelineTrials, ScheduleTemplates
 from penstock.planner.problem import Problem
 from planner.job.small_jobs import small_job
 
@@ -43,24 +43,24 @@ def try_everything(costs: LayerCosts, name: str, microbatches: int) -> float:
 def test_no_partition_and_no_recompute_has_a_faster_slowest_rank(name, share):
     chosen = ps.Configuration(pipeline=3)
     free = LayerCosts(job_with(1e12, layers=4), chosen)
-    (plain,) = PipelineTrials(free, Orders((name,))).run()
-    costs = LayerCosts(job_with(share * max(plain.pipeline.candidate.timeline.peak_memory), layers=4), chosen)
-    (trial,) = PipelineTrials(costs, Orders((name,))).run()
+    (plain,) = PipelineTrials(free, ScheduleTemplates((name,))).run()
+    costs = LayerCosts(job_with(share * max(plain.candidate.timeline.peak_memory), layers=4), chosen)
+    (trial,) = PipelineTrials(costs, ScheduleTemplates((name,))).run()
     least = try_everything(costs, name, 8)
-    if trial.pipeline is None:
+    if trial.timed is None:
         assert least == float("inf")
         assert trial.excess > 0
     else:
-        assert trial.pipeline.candidate.problem.work / 8 == pytest.approx(least)
+        assert trial.candidate.problem.work / 8 == pytest.approx(least)
 
 
 def test_less_memory_recomputes_more_blocks_on_the_ranks_that_hold_more():
     chosen = ps.Configuration(pipeline=4)
     seen = []
     for share in (1.0, 0.8, 0.6):
-        free = PipelineTrials(LayerCosts(job_with(1e12, layers=12), chosen), Orders(("1f1b",))).run()[0].pipeline
+        free = PipelineTrials(LayerCosts(job_with(1e12, layers=12), chosen), ScheduleTemplates(("1f1b",))).run()[0]
         limit = share * max(free.candidate.timeline.peak_memory)
-        pipeline = PipelineTrials(LayerCosts(job_with(limit, layers=12), chosen), Orders(("1f1b",))).run()[0].pipeline
+        pipeline = PipelineTrials(LayerCosts(job_with(limit, layers=12), chosen), ScheduleTemplates(("1f1b",))).run()[0]
         assert max(pipeline.candidate.timeline.peak_memory) <= limit * (1 + 1e-9)
         seen.append(sum(pipeline.recomputed))
         if share < 1.0:
@@ -71,10 +71,10 @@ def test_less_memory_recomputes_more_blocks_on_the_ranks_that_hold_more():
 
 def test_without_recompute_it_does_not_fit_and_says_by_how_much():
     chosen = ps.Configuration(pipeline=2)
-    free = PipelineTrials(LayerCosts(job_with(1e12), chosen), Orders(("1f1b",))).run()[0].pipeline
+    free = PipelineTrials(LayerCosts(job_with(1e12), chosen), ScheduleTemplates(("1f1b",))).run()[0]
     costs = LayerCosts(job_with(0.5 * max(free.candidate.timeline.peak_memory)), chosen)
-    (trial,) = PipelineTrials(costs, Orders(("1f1b",)), recompute=False).run()
-    assert trial.pipeline is None
+    (trial,) = PipelineTrials(costs, ScheduleTemplates(("1f1b",)), recompute=False).run()
+    assert trial.timed is None
     assert trial.excess > 0
 
 
@@ -82,7 +82,7 @@ def test_without_recompute_it_does_not_fit_and_says_by_how_much():
 @pytest.mark.parametrize("vocabulary", ["ends", "spread"])
 def test_bounds_are_below_the_simulated_time(name, vocabulary):
     costs = LayerCosts(small_job(batch=12, model={"layers": 10}), ps.Configuration(pipeline=4, vocabulary=vocabulary))
-    trials = PipelineTrials(costs, Orders((name,))).run()
+    trials = PipelineTrials(costs, ScheduleTemplates((name,))).run()
     assert trials
     for trial in trials:
         assert 0 < trial.bound <= trial.seconds * (1 + 1e-9)
@@ -90,15 +90,15 @@ def test_bounds_are_below_the_simulated_time(name, vocabulary):
 
 def test_a_schedule_that_cannot_win_is_not_timed():
     costs = LayerCosts(small_job(), ps.Configuration(pipeline=4))
-    (timed,) = PipelineTrials(costs, Orders(("1f1b",))).run()
-    (skipped,) = PipelineTrials(costs, Orders(("1f1b",))).run(best=timed.bound)
-    assert skipped.pipeline is None
+    (timed,) = PipelineTrials(costs, ScheduleTemplates(("1f1b",))).run()
+    (skipped,) = PipelineTrials(costs, ScheduleTemplates(("1f1b",))).run(best=timed.bound)
+    assert skipped.timed is None
     assert skipped.bound == pytest.approx(timed.bound)
 
 
 def test_stages_of_the_result_cover_the_model():
     costs = LayerCosts(small_job(batch=16, model={"layers": 7}), ps.Configuration(pipeline=2))
-    for trial in PipelineTrials(costs, Orders(("interleaved-1f1b", "zbv"))).run():
-        sizes = trial.pipeline.candidate.problem.sizes
+    for trial in PipelineTrials(costs, ScheduleTemplates(("interleaved-1f1b", "zbv"))).run():
+        sizes = trial.candidate.problem.sizes
         assert sum(sizes) == 9
         assert min(sizes) >= 1

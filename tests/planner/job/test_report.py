@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import penstock as ps
+from penstock.planner.candidate import Verdict
 from penstock.planner.job.report import list_alternatives
-from penstock.planner.job.search import Outcome
 from planner.job.small_jobs import small_job
 
 
@@ -30,7 +30,7 @@ def test_alternatives_are_never_faster_and_say_what_they_lack(plan):
             assert other.seconds == min(trial.seconds for trial in same) >= plan.seconds
             assert "slower" in other.words or "as fast" in other.words
         elif other.excess is not None:
-            assert all(trial.outcome == Outcome.OVER for trial in same)
+            assert all(trial.verdict == Verdict.OVER for trial in same)
             assert "does not fit" in other.words
         else:
             assert other.bound >= plan.seconds

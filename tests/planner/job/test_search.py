@@ -9,9 +9,10 @@ import pytest
 
 import penstock as ps
 from penstock.errors import PlanError
+from penstock.planner.candidate import Verdict
 from penstock.planner.job.layer_costs import LayerCosts
-from penstock.planner.job.pipelines import Orders, PipelineTrials
-from penstock.planner.job.search import Outcome, Search, bound_memory, bound_seconds, list_configurations
+from penstock.planner.job.pipelines import PipelineTrials, ScheduleTemplates
+from penstock.planner.job.search import ConfigurationSearch, bound_memory, bound_seconds, list_configurations
 from planner.job.small_jobs import small_job
 
 SCHEDULES = ("1f1b", "zb-h1", "interleaved-1f1b")
@@ -26,23 +27,23 @@ def tight_job(memory: float = 3.1e6, **values):
 def test_the_choice_is_the_best_of_all_configurations(memory, optimizer):
     job = tight_job(memory, optimizer=optimizer, batch=8)
     configurations = list_configurations(job, {})
-    orders = Orders(SCHEDULES)
+    orders = ScheduleTemplates(SCHEDULES)
     every = {one: PipelineTrials(LayerCosts(job, one), orders).run()[0].seconds for one in configurations}
-    search = Search(job, configurations, Orders(SCHEDULES))
+    search = ConfigurationSearch(job, configurations, ScheduleTemplates(SCHEDULES))
     best = search.run()
     assert best.seconds == min(every.values()) < math.inf
     assert every[best.configuration] == best.seconds
     for trial in search.trials.values():
         assert trial.bound <= every[trial.configuration] * (1 + 1e-9)
-        assert trial.outcome != Outcome.OVER or every[trial.configuration] == math.inf
+        assert trial.verdict != Verdict.OVER or every[trial.configuration] == math.inf
 
 
 def test_memory_matters_to_that_choice():
     fitting = []
     for memory in (64e6, 3.1e6):
         job = tight_job(memory, batch=8)
-        trials = [PipelineTrials(LayerCosts(job, one), Orders(SCHEDULES)).run()[0] for one in list_configurations(job, {})]
-        fitting.append(sum(trial.pipeline is not None for trial in trials))
+        trials = [PipelineTrials(LayerCosts(job, one), ScheduleTemplates(SCHEDULES)).run()[0] for one in list_configurations(job, {})]
+        fitting.append(sum(trial.timed is not None for trial in trials))
     assert 0 < fitting[1] < fitting[0]
 
 
@@ -90,7 +91,7 @@ def test_impossible_degrees_are_refused_with_the_numbers(wanted, model, message)
 def test_too_little_memory_is_refused_with_the_nearest_configuration():
     job = tight_job(1e6)
     with pytest.raises(PlanError, match=r"no configuration fits: \d+ were tried on 4 GPUs with 976.6KiB each") as caught:
-        Search(job, list_configurations(job, {}), Orders(SCHEDULES)).run()
+        ConfigurationSearch(job, list_configurations(job, {}), ScheduleTemplates(SCHEDULES)).run()
     assert "Nearest is pipeline 4, data 1, tensor 1" in str(caught.value)  # shares parameters and activations without copies
     assert "over on the fullest GPU. Take GPUs with at least" in str(caught.value)
 
@@ -99,21 +100,21 @@ def test_bounds_of_memory_are_below_the_simulated_peak():
     job = small_job(batch=8)
     for one in list_configurations(job, {}):
         costs = LayerCosts(job, one)
-        trial = PipelineTrials(LayerCosts(job, one, recompute_all=True), Orders(("1f1b",)), limit=math.inf).run()[0]
-        assert bound_memory(costs) <= max(trial.pipeline.candidate.timeline.peak_memory) * (1 + 1e-9)
-        plain = PipelineTrials(costs, Orders(("1f1b",)), limit=math.inf).run()[0]
-        assert bound_seconds(costs, trial.pipeline.candidate.microbatches) <= plain.seconds * (1 + 1e-9)
+        trial = PipelineTrials(LayerCosts(job, one, recompute_all=True), ScheduleTemplates(("1f1b",)), limit=math.inf).run()[0]
+        assert bound_memory(costs) <= max(trial.candidate.timeline.peak_memory) * (1 + 1e-9)
+        plain = PipelineTrials(costs, ScheduleTemplates(("1f1b",)), limit=math.inf).run()[0]
+        assert bound_seconds(costs, trial.candidate.microbatches) <= plain.seconds * (1 + 1e-9)
 
 
 def test_stopping_keeps_the_best_so_far():
     job = small_job()
     calls = iter(range(1000))
-    search = Search(job, list_configurations(job, {}), Orders(SCHEDULES), stop=lambda: next(calls) >= 1)
+    search = ConfigurationSearch(job, list_configurations(job, {}), ScheduleTemplates(SCHEDULES), stop=lambda: next(calls) >= 1)
     best = search.run()
-    assert sum(trial.outcome == Outcome.FITS for trial in search.trials.values()) == 1
+    assert sum(trial.verdict == Verdict.FITS for trial in search.trials.values()) == 1
     assert best.seconds < math.inf
     with pytest.raises(PlanError, match="stopped before anything was found that fits"):
-        Search(job, list_configurations(job, {}), Orders(SCHEDULES), stop=lambda: True).run()
+        ConfigurationSearch(job, list_configurations(job, {}), ScheduleTemplates(SCHEDULES), stop=lambda: True).run()
 
 
 def test_a_slower_link_between_nodes_makes_the_job_slower():

@@ -114,7 +114,7 @@ def test_the_longest_path_through_a_node_is_its_start_plus_its_tail(problem: Pro
     evaluator.time(order.nodes, order.full)
     node, more = int(chance.integers(evaluator.nodes)), 10 * order.objective
     way = evaluator.clock.start[node] + evaluator.clock.tail[node]
-    flat = evaluator.flat_with(order.full)
+    flat = evaluator.copy_flat(order.full)
     flat.duration[node] += more
     longer = evaluator.loops.time_order(flat, order.nodes, evaluator.clock)
     begins = [problem.evaluate(build_schedule(problem, order.nodes, order.full)).begun, evaluator.clock.start]

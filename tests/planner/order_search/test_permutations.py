@@ -19,8 +19,8 @@ def run(problem: Problem, schedule: ps.Schedule, start: list[int], tries: int, p
     """The order, its objective and its memory over the limits."""
     evaluator = Evaluator(flatten(problem), plain=plain)
     nodes, full = read_order(evaluator.flat, schedule)
-    base = evaluator.flat_with(full)
-    flat = evaluator.flat_with(full)._replace(travel=evaluator.as_column(evaluator.flat.travel.copy()))
+    base = evaluator.copy_flat(full)
+    flat = evaluator.copy_flat(full)._replace(travel=evaluator.as_column(evaluator.flat.travel.copy()))
     at = evaluator.as_column(np.array(start))
     state = PermutationState(evaluator.as_column(nodes), at, base.duration, base.travel, base.takes, base.keeps, evaluator.seed(3))
     found = evaluator.loops.search_permutations(flat, state, evaluator.clock, tries, problem.memory_limit is not None)

@@ -100,12 +100,12 @@ def test_a_profile_without_slices_is_written_as_before():
 @pytest.mark.parametrize(
     ("slices", "message"),
     [
-        ({"f": {}, "i": {}}, "slices of a layer need 'w'"),
-        ({"f": {}, "i": {}, "w": {"tokens": 1}}, "there is no 'tokens'.*token"),
+        ({"f": {}, "i": {}}, "slices of a layer: 'w' is missing"),
+        ({"f": {}, "i": {}, "w": {"tokens": 1}}, "there is no field 'tokens'.*token"),
         ({"f": {}, "i": {}, "w": {"token": -1}}, "w of a slice: token"),
-        ({"f": {}, "i": {}, "w": 3.0}, "a table of fixed, token, pair, prefix is needed"),
-        ({"f": {}, "i": {}, "w": {}, "forward": {}}, "there is no 'forward'"),
-        (3, "a table"),
+        ({"f": {}, "i": {}, "w": 3.0}, "w of a slice: the data must be an object"),
+        ({"f": {}, "i": {}, "w": {}, "forward": {}}, "there is no field 'forward'"),
+        (3, "must be an object"),
     ],
 )
 def test_wrong_slices_are_refused(slices, message):

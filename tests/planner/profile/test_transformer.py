@@ -185,7 +185,7 @@ def test_sizes_to_choose_from_and_links():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"hiden": 64}, "has no field 'hiden': did you mean 'hidden'"),
+        ({"hiden": 64}, "there is no field 'hiden': did you mean 'hidden'"),
         ({"heads": 7}, "hidden=64 cannot be shared among heads=7"),
         ({"kv_heads": 3}, "heads=8 cannot share kv_heads=3"),
         ({"layers": 0}, "layers must be a whole number of at least 1"),
@@ -207,5 +207,5 @@ def test_mistakes_are_reported(change, said):
 
 
 def test_missing_fields_are_reported():
-    with pytest.raises(CostsError, match="a transformer needs sequence, vocabulary, flops"):
+    with pytest.raises(CostsError, match="a transformer: 'sequence', 'vocabulary', 'flops' are missing"):
         ps.Profile.transformer(layers=2, hidden=8, heads=2)

@@ -391,9 +391,9 @@ def test_another_model_is_rejected(tmp_path: Path) -> None:
     checkpoints.save(plain, step=3, scheduler=scheduler)
     with pytest.raises(CheckpointError, match="saved with 2 optimizer groups, but has 1 here: give the optimizer the same groups"):
         checkpoints.load_latest(plain, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2))
-    with pytest.raises(CheckpointError, match="step -1"):
+    with pytest.raises(CheckpointError, match=r"step, .*got -1"):
         checkpoints.save(plain, step=-1)
-    with pytest.raises(CheckpointError, match="keep=0"):
+    with pytest.raises(CheckpointError, match=r"keep .*must be a whole number of at least 1, got 0"):
         Checkpoints(tmp_path, keep=0)
 
 

@@ -43,7 +43,7 @@ def run(module: nn.Module, between: Callable[[SavedTensors], None] | None) -> li
         output = module(x)
     else:
         saved = SavedTensors(HostMemory())
-        with saved.saving(kept):
+        with saved.save_tensors(kept):
             output = module(x)
         between(saved)
     output.sum().backward()
@@ -68,7 +68,7 @@ def test_the_memory_is_free_after_the_release_and_not_before() -> None:
     inside: list[StorageWeakRef] = []
     memory, x = HostMemory(), torch.randn(8, requires_grad=True)
     saved = SavedTensors(memory)
-    with saved.saving({x.untyped_storage().data_ptr()}):
+    with saved.save_tensors({x.untyped_storage().data_ptr()}):
         hidden = x.exp()
         inside.append(watch(hidden))
         output = hidden.exp().sum()
@@ -89,7 +89,7 @@ def test_the_memory_is_free_after_the_release_and_not_before() -> None:
 def test_a_storage_with_several_views_is_moved_once() -> None:
     memory, x = HostMemory(), torch.randn(4, 4, requires_grad=True)
     saved = SavedTensors(memory)
-    with saved.saving(()):
+    with saved.save_tensors(()):
         whole = x.exp()  # saves its output
         output = whole[0] * whole[1] * whole.t()[2]  # save views of it
     saved.offload([whole])
@@ -108,7 +108,7 @@ def test_tensors_of_the_runtime_keep_their_shape_and_get_their_values_back() -> 
     saved, leaf = SavedTensors(HostMemory()), torch.randn(3, 4)
     expected, memory = leaf.clone(), watch(leaf)
     leaf.requires_grad_()
-    with saved.saving(()):
+    with saved.save_tensors(()):
         output = leaf * 2
     saved.offload([leaf, output])
     saved.release()
@@ -126,7 +126,7 @@ def test_buffers_are_used_again() -> None:
     memory = HostMemory()
     for _ in range(3):
         saved, x = SavedTensors(memory), torch.randn(100, requires_grad=True)
-        with saved.saving(()):
+        with saved.save_tensors(()):
             output = x.exp()
         there_and_back(saved)
         output.sum().backward()
@@ -136,7 +136,7 @@ def test_buffers_are_used_again() -> None:
 
 def test_a_backward_before_its_reload_is_refused() -> None:
     saved, x = SavedTensors(HostMemory()), torch.randn(3, requires_grad=True)
-    with saved.saving(()):
+    with saved.save_tensors(()):
         output = x.exp().sum()
     saved.offload()
     with pytest.raises(ScheduleError, match="its RELOAD has not run"):
@@ -146,7 +146,7 @@ def test_a_backward_before_its_reload_is_refused() -> None:
 @pytest.mark.parametrize("early", [True, False])
 def test_a_change_in_place_is_refused_as_autograd_does(early: bool) -> None:
     saved, x = SavedTensors(HostMemory()), torch.randn(3, requires_grad=True)
-    with saved.saving(()):
+    with saved.save_tensors(()):
         hidden = x.exp()
         output = hidden.sin().sum()
     if early:
@@ -162,7 +162,7 @@ def test_nothing_keeps_the_tensors_after_the_backward() -> None:
     gc.disable()
     try:
         saved, x = SavedTensors(HostMemory()), torch.randn(3, requires_grad=True)
-        with saved.saving(()):
+        with saved.save_tensors(()):
             output = x.exp().exp()
         there_and_back(saved)
         node: Any = output.grad_fn
@@ -179,7 +179,7 @@ def test_nothing_keeps_the_tensors_after_the_backward() -> None:
 def test_a_step_that_failed_leaves_nothing_on_the_host() -> None:
     memory = HostMemory()
     saved, x = SavedTensors(memory), torch.randn(3, requires_grad=True)
-    with saved.saving(()):
+    with saved.save_tensors(()):
         output = x.exp()
     saved.offload([output])
     saved.drop()

@@ -211,7 +211,7 @@ def test_a_forward_takes_the_stream_that_the_backward_next_to_it_does_not(monkey
     group("(0B1;0F2)OVERLAP_F_B")
     group("(0F3;0I2)OVERLAP_F_B")
     ran.clear()
-    streams.alone(Action.parse("0B3"), work("0B3"))
+    streams.run_alone(Action.parse("0B3"), work("0B3"))
     assert ran == [("join", 0), ("on", 1), ("join", 0)]
     assert done == [("0F1", 1), ("0B0", 0), ("0F2", 0), ("0B1", 1), ("0F3", 1), ("0I2", 0), ("0B3", 1)]
 

@@ -77,11 +77,11 @@ def test_a_change_is_named_and_restored(name: str) -> None:
     part = module[1]["part"]
     before, objects = copy.deepcopy(part.__dict__), {**vars(part), **part._buffers}
     state = ModuleState.capture(module)
-    assert state.changed() == []
+    assert state.list_changed() == []
     change(part)
-    assert state.changed() == [f"1.part.{changed}"]
+    assert state.list_changed() == [f"1.part.{changed}"]
     state.restore()
-    assert state.changed() == []
+    assert state.list_changed() == []
     now = {**vars(part), **part._buffers}
     assert now.keys() == objects.keys()
     assert all(now[key] is value for key, value in objects.items())
@@ -101,9 +101,9 @@ def test_a_state_can_be_restored_more_than_once() -> None:
     for _ in range(2):
         for change in CHANGES.values():
             change(module)
-        assert set(state.changed()) == set(CHANGES)
+        assert set(state.list_changed()) == set(CHANGES)
         state.restore()
-        assert state.changed() == []
+        assert state.list_changed() == []
 
 
 def test_parameters_are_not_part_of_the_state() -> None:
@@ -113,7 +113,7 @@ def test_parameters_are_not_part_of_the_state() -> None:
         module.map.weight.add_(1)
     module.map.bias = nn.Parameter(torch.ones(3))
     kept = module.map.weight.detach().clone()
-    assert state.changed() == []
+    assert state.list_changed() == []
     state.restore()
     assert torch.equal(module.map.weight, kept)
     assert torch.equal(module.map.bias, torch.ones(3))
@@ -138,7 +138,7 @@ def test_a_forward_run_twice_leaves_the_state_of_one() -> None:
     twice.load_state_dict(once.state_dict())
     state = ModuleState.capture(twice)
     first = twice(x)
-    assert {"runs", "history", "norm.running_mean", "norm.num_batches_tracked"} <= set(state.changed())
+    assert {"runs", "history", "norm.running_mean", "norm.num_batches_tracked"} <= set(state.list_changed())
     state.restore()
     first.sum().backward()
     assert torch.equal(twice(x), once(x))
@@ -152,9 +152,9 @@ def test_a_module_on_the_meta_device_has_a_state() -> None:
         module: Any = nested()
     state = ModuleState.capture(module)
     module[1]["part"].runs = 3
-    assert state.changed() == ["1.part.runs"]
+    assert state.list_changed() == ["1.part.runs"]
     state.restore()
-    assert state.changed() == []
+    assert state.list_changed() == []
 
 
 def test_a_tensor_with_a_history_is_restored_by_reference() -> None:
@@ -186,7 +186,7 @@ def test_copies_replace_the_state_temporarily() -> None:
         kept = part.total
         for change in CHANGES.values():
             change(part)
-    assert not now.changed()
+    assert not now.list_changed()
     assert float(kept.sum()) == 3
     with captured.stand_in():
         assert float(part.total.sum()) == 0
@@ -198,7 +198,7 @@ def test_only_some_names_can_be_captured() -> None:
     part: Any = module[1].part
     part.total.add_(1)
     part.runs, part.later = 7, 1
-    assert sorted(captured.changed()) == ["1.part.later", "1.part.total"]
+    assert sorted(captured.list_changed()) == ["1.part.later", "1.part.total"]
     captured.restore()
     assert float(part.total.sum()) == 0
     assert part.runs == 7

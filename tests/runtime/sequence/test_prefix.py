@@ -292,7 +292,7 @@ def test_gradients_of_a_prefix_are_taken_once() -> None:
     assert [len(more) for more in roots] == [1, 1, 0]
     for unit in (2, 1, 0):
         starts = [outputs[unit], *roots[unit]]
-        prefixes.around_backward(
+        prefixes.wrap_backward(
             0, unit, lambda starts=starts: torch.autograd.backward(starts, [torch.ones_like(start) for start in starts])
         )()
     doubled = tokens * 2
@@ -307,14 +307,14 @@ def test_a_slice_without_gradients_passes_those_of_earlier_ones_on() -> None:
     roots = prefixes.take_roots()
     with prefixes.forward(0, 1, share=1.0, training=True):
         output = (factor * prefix_of("x").extend(torch.ones(1, 2), dim=1)).sum()
-    prefixes.around_backward(0, 1, output.backward)()
-    prefixes.around_backward(0, 0, lambda: torch.autograd.backward(roots, [torch.ones_like(root) for root in roots]))()
+    prefixes.wrap_backward(0, 1, output.backward)()
+    prefixes.wrap_backward(0, 0, lambda: torch.autograd.backward(roots, [torch.ones_like(root) for root in roots]))()
     torch.testing.assert_close(first.grad, factor.detach().expand(1, 2))
 
 
 def test_short_floats_are_summed_in_32_bits() -> None:
     memory = StageMemory()
-    kept, tokens = memory.kept("x"), torch.randn(1, 64).bfloat16()
+    kept, tokens = memory.get_kept("x"), torch.randn(1, 64).bfloat16()
     for number, part in enumerate(tokens.split(1, 1)):
         kept.extend(Slice(number, 64, memory), "x", [part.requires_grad_()], 1)
     grads = [torch.randn(1, k + 1).bfloat16() for k in range(64)]

@@ -175,7 +175,7 @@ def test_post_accumulate_hooks_run_once_after_the_weights() -> None:
     grads = in_one(model, (x,)).grads
     stage = _stage(model)
     for step in (1, 2):
-        half = Half(model, stage.deferrable())
+        half = Half(model, stage.find_deferrable())
         half.forward(x)
         half.deferrable.backward_input(half.deferral, [half.out], [torch.randn(4, 5, generator=torch.Generator().manual_seed(0))])
         assert {len(grads) for grads in seen.values()} == ({step - 1} if step > 1 else set())
@@ -208,7 +208,7 @@ def test_a_parameter_without_gradient_gets_no_hook_call() -> None:
     for number, part in enumerate(model):
         part.weight.register_post_accumulate_grad_hook(lambda _, number=number: ran.append(number))
     stage = _stage(Applied(model, lambda inner, x: inner[1](x)))
-    half = Half(stage.module, stage.deferrable())
+    half = Half(stage.module, stage.find_deferrable())
     half.forward(wants(4, 5))
     half.backward_input()
     stage.backward_weights(half.deferral)

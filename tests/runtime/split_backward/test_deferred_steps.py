@@ -18,7 +18,7 @@ from penstock.errors import PipelineError
 from penstock.runtime import Pipeline, launch
 from penstock.runtime.split_backward import deferral as deferral_module
 from penstock.runtime.split_backward.deferrable import Deferrable
-from penstock.runtime.split_backward.deferral import Deferral, active_deferral
+from penstock.runtime.split_backward.deferral import Deferral, get_deferral
 from runtime.models import by_loop
 from runtime.splitting import SPLIT, Applied, Half, assert_bitwise, assert_same_grads, check, grads_of, in_one, in_two, names, wants
 
@@ -105,7 +105,7 @@ def test_a_backward_on_another_thread_records_with_its_own_weights(monkeypatch: 
 
     def look(when: str) -> None:
         def work() -> None:
-            found[when] = [active_deferral(mine.weight), active_deferral(other.weight), active_deferral(torch.ones(1))]
+            found[when] = [get_deferral(mine.weight), get_deferral(other.weight), get_deferral(torch.ones(1))]
 
         thread = threading.Thread(target=work)
         thread.start()

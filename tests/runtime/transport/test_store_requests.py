@@ -234,9 +234,9 @@ def test_a_notice_is_seen_once_by_each_reader_and_none_is_lost() -> None:
 def test_a_return_after_fewer_exchanges_counts_whichever_rank_arrived_first() -> None:
     store = PrefixStore("board", dist.HashStore())
     boards = [FailureBoard(store, rank, 4, Notices(store)) for rank in range(4)]
-    assert boards[0].first_return() is None
+    assert boards[0].find_first_return() is None
     for rank, exchanges in ((2, 7), (1, 7), (3, 5), (0, 6)):
         boards[rank].post_return(exchanges)
-    assert boards[0].first_return() == (5, 3)
+    assert boards[0].find_first_return() == (5, 3)
     assert store.check(["notice/2"]), "the return of rank 2, and that of rank 3"
     assert not store.check(["notice/3"])

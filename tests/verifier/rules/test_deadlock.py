@@ -11,7 +11,7 @@ from penstock.ir.action import Action
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
-from penstock.ir.program import Buffers, Program
+from penstock.ir.program import BufferCounts, Program
 from penstock.ir.schedule import Schedule
 from penstock.verifier.finding import Severity
 from penstock.verifier.verify import check
@@ -102,7 +102,7 @@ def test_too_few_slots() -> None:
 def test_slots_do_not_matter_to_rendezvous() -> None:
     paired = ps.lower(ps.schedule("1f1b", 3, 6))
     assert paired.buffers is not None
-    tight = paired.changed(buffers=Buffers(channels=dict.fromkeys(paired.buffers.channels, 1)))
+    tight = paired.changed(buffers=BufferCounts(channels=dict.fromkeys(paired.buffers.channels, 1)))
     assert check(tight, semantics="rendezvous") == []
 
 
@@ -174,7 +174,7 @@ def _warm_ups(draw: st.DrawFn) -> Program:
 def test_slots_against_a_loop_that_counts_them(built: Program, data: st.DataObject) -> None:
     assert built.buffers is not None
     slots = {channel: data.draw(st.sampled_from([1, 1, 2, 4])) for channel in built.buffers.channels}
-    found = rules(built.changed(buffers=Buffers(channels=slots)))
+    found = rules(built.changed(buffers=BufferCounts(channels=slots)))
     assert (not found) == _Loop(built, slots).gets_through()
     assert set(found) <= {"deadlock"}
 

@@ -11,7 +11,7 @@ from penstock.ir.costs import Costs
 from penstock.ir.kind import Kind
 from penstock.ir.table import Table
 from penstock.verifier.finding import Severity
-from penstock.verifier.rules.memory import held_in, peak_memory
+from penstock.verifier.rules.memory import peak_memory, sum_held
 from penstock.verifier.verify import check
 from verifier.build import only, program, schedule
 
@@ -112,7 +112,7 @@ def test_a_message_with_two_readers_is_held_until_the_last_and_their_sum_until_i
     table = program(first, second, placement=ps.Placement.custom([0, 1, 1]), graph=ps.StageGraph.chain(3, [(0, 2)]))
     costs = Costs(activation=0.0, output=(1.0, 0.0, 0.0))
     assert check(table) == []
-    assert held_in(table, costs)[table.rows.group_offsets[1] :].tolist() == held
+    assert sum_held(table, costs)[table.rows.group_offsets[1] :].tolist() == held
     timeline = ps.simulate(table, costs)
     assert timeline.peak_memory == peak_memory(table, costs)
 

@@ -2,13 +2,13 @@
 // rules placed, complete, order and deadlock. A test compares the two on random changes.
 import type { Edit } from "./edits.ts";
 import { B, F, I, W } from "./kinds.ts";
-import { homeOf, type Order } from "./order.ts";
+import { cellNumber, homeOf, kindOf, nameOf, type Order } from "./order.ts";
 import { linkOrder, viewOf, type Linked } from "./rebuild.ts";
 import type { CycleLink, Finding, View } from "./types.ts";
 
 const MOST_FINDINGS = 1000;
 const LINKS_SHOWN = 8;
-const NAMES = ["F", "B", "I", "W"];
+const KINDS = [F, B, I, W];
 const SEVERITIES = ["hang", "wrong", "memory", "untidy"];
 
 export interface Walk {
@@ -73,7 +73,7 @@ class Checker {
     private readonly linked: Linked,
   ) {
     const { missing } = linked;
-    this.never = missing.length ? missing.filter(({ after, code }) => this.homeOfCode(code) !== homeOf(order, this.stage(after), this.microbatch(after))) : [];
+    this.never = missing.length ? missing.filter(({ after, code }) => this.homeOfCode(code) !== homeOf(order, this.stage(after), this.unit(after))) : [];
     this.walk = walkOrder(linked, this.never.map(({ after }) => after));
   }
 
@@ -100,8 +100,8 @@ class Checker {
     return this.linked.entries.stage[entry];
   }
 
-  private microbatch(entry: number): number {
-    return this.linked.entries.microbatch[entry];
+  private unit(entry: number): number {
+    return this.linked.entries.unit[entry];
   }
 
   private node(entry: number): number {
@@ -117,16 +117,32 @@ class Checker {
   }
 
   private cell(entry: number): number {
-    return this.stage(entry) * this.order.microbatches + this.microbatch(entry);
+    return this.stage(entry) * this.order.units + this.unit(entry);
+  }
+
+  /** The stage and the unit of a cell. */
+  private partsOf(cell: number): [stage: number, unit: number] {
+    return [Math.floor(cell / this.order.units), cell % this.order.units];
   }
 
   private homeOfCode(code: number): number {
-    const cell = code >> 2;
-    return homeOf(this.order, Math.floor(cell / this.order.microbatches), cell % this.order.microbatches);
+    return homeOf(this.order, ...this.partsOf(cellNumber(code)));
   }
 
   private name(entry: number): string {
-    return `${this.stage(entry)}${NAMES[this.kind(entry)]}${this.microbatch(entry)}`;
+    return nameOf(this.order, this.kind(entry), this.stage(entry), this.unit(entry));
+  }
+
+  /** `microbatch 3`, or `microbatch 3, slice 1`. */
+  private unitName(unit: number): string {
+    const { slices } = this.order;
+    return slices > 1 ? `microbatch ${Math.floor(unit / slices)}, slice ${unit % slices}` : `microbatch ${unit}`;
+  }
+
+  /** `0..7`, or `0..7, slices 0..3`. */
+  private get unitsName(): string {
+    const { slices, units } = this.order;
+    return `0..${units / slices - 1}${slices > 1 ? `, slices 0..${slices - 1}` : ""}`;
   }
 
   private action(entry: number): string {
@@ -164,11 +180,11 @@ class Checker {
     const findings: Finding[] = [];
     const { order } = this;
     for (let entry = 0; entry < this.linked.entries.kind.length; entry++) {
-      const home = homeOf(order, this.stage(entry), this.microbatch(entry));
+      const home = homeOf(order, this.stage(entry), this.unit(entry));
       if (home === this.rank(entry)) continue;
-      const which = order.copies.length > 1 ? ` for microbatch ${this.microbatch(entry)}` : "";
+      const which = order.copies.length > 1 ? ` for microbatch ${this.unit(entry)}` : "";
       const message = `${this.name(entry)} runs on rank ${this.rank(entry)}, but stage ${this.stage(entry)} is on rank ${home}${which}`;
-      const added: Edit = { what: "add", rank: home, at: order.rows[home].length, kind: this.kind(entry), stage: this.stage(entry), microbatch: this.microbatch(entry) };
+      const added: Edit = { what: "add", rank: home, at: order.rows[home].length, kind: this.kind(entry), stage: this.stage(entry), unit: this.unit(entry) };
       const dropped = this.drop(entry);
       findings.push(this.finding("placed", entry, message, `Move it to rank ${home}, or change the placement`, dropped && [...dropped, added]));
     }
@@ -176,9 +192,9 @@ class Checker {
   }
 
   private complete(): Finding[] {
-    const cells = this.order.stages * this.order.microbatches;
-    const first = NAMES.map(() => new Int32Array(cells).fill(-1));
-    const counts = NAMES.map(() => new Int32Array(cells));
+    const cells = this.order.stages * this.order.units;
+    const first = KINDS.map(() => new Int32Array(cells).fill(-1));
+    const counts = KINDS.map(() => new Int32Array(cells));
     for (let entry = this.linked.entries.kind.length - 1; entry >= 0; entry--) {
       first[this.kind(entry)][this.cell(entry)] = entry;
       counts[this.kind(entry)][this.cell(entry)]++;
@@ -190,30 +206,29 @@ class Checker {
       const [full, ofInput, ofWeights] = [B, I, W].map((kind) => counts[kind][cell] > 0);
       if (full ? ofInput || ofWeights : !(ofInput && ofWeights)) findings.push(full ? this.twofold(cell, first) : this.withoutBackward(cell, first));
     }
-    for (const kind of [F, B, I, W]) if (counts[kind].some((count) => count > 1)) findings.push(...this.repeats(kind, first[kind]));
+    for (const kind of KINDS) if (counts[kind].some((count) => count > 1)) findings.push(...this.repeats(kind, first[kind]));
     return findings;
   }
 
   private absence(cell: number, kinds: number[], message: string, remedy: string, beside: number): Finding {
-    const { rows, microbatches } = this.order;
-    const [stage, microbatch] = [Math.floor(cell / microbatches), cell % microbatches];
-    const rank = homeOf(this.order, stage, microbatch);
+    const { rows } = this.order;
+    const [stage, unit] = this.partsOf(cell);
+    const rank = homeOf(this.order, stage, unit);
     const near = beside >= 0 && this.rank(beside) === rank;
     const { bounds } = this.linked;
     const step = near ? this.step(beside) : Math.max(0, bounds[rank + 1] - bounds[rank] - 1);
     // A forward stands before the backward that needs it, a backward after what it needs.
     const at = near ? this.place(beside) + (kinds[0] === F || (kinds[0] === I && this.kind(beside) === W) ? 0 : 1) : rows[rank].length;
-    const fix = kinds.map((kind, k): Edit => ({ what: "add", rank, at: at + k, kind, stage, microbatch }));
-    return { rule: "complete", severity: "wrong", rank, step, action: `${stage}${NAMES[kinds[0]]}${microbatch}`, message, remedy, fix };
+    const fix = kinds.map((kind, k): Edit => ({ what: "add", rank, at: at + k, kind, stage, unit }));
+    return { rule: "complete", severity: "wrong", rank, step, action: nameOf(this.order, kinds[0], stage, unit), message, remedy, fix };
   }
 
   private withoutForward(cell: number, first: Int32Array[]): Finding {
-    const { microbatches } = this.order;
-    const [stage, microbatch] = [Math.floor(cell / microbatches), cell % microbatches];
+    const [stage, unit] = this.partsOf(cell);
     const beside = [B, I, W].map((kind) => first[kind][cell]).filter((entry) => entry >= 0);
-    const rank = homeOf(this.order, stage, microbatch);
-    const message = `stage ${stage} has no F for microbatch ${microbatch} of 0..${microbatches - 1}`;
-    return this.absence(cell, [F], message, `Run ${stage}F${microbatch} on rank ${rank}`, beside.length ? Math.min(...beside) : -1);
+    const rank = homeOf(this.order, stage, unit);
+    const message = `stage ${stage} has no F for ${this.unitName(unit)} of ${this.unitsName}`;
+    return this.absence(cell, [F], message, `Run ${nameOf(this.order, F, stage, unit)} on rank ${rank}`, beside.length ? Math.min(...beside) : -1);
   }
 
   private twofold(cell: number, first: Int32Array[]): Finding {
@@ -224,17 +239,16 @@ class Checker {
   }
 
   private withoutBackward(cell: number, first: Int32Array[]): Finding {
-    const { microbatches } = this.order;
-    const [stage, microbatch] = [Math.floor(cell / microbatches), cell % microbatches];
-    const rank = homeOf(this.order, stage, microbatch);
-    const both = `${stage}B${microbatch}`;
+    const [stage, unit] = this.partsOf(cell);
+    const rank = homeOf(this.order, stage, unit);
+    const [both, ofInput, ofWeights] = [B, I, W].map((kind) => nameOf(this.order, kind, stage, unit));
     const half = [I, W].find((kind) => first[kind][cell] >= 0);
     if (half === undefined) {
-      const message = `stage ${stage} has no backward for microbatch ${microbatch}, though other actions train`;
-      return this.absence(cell, [B], message, `Run ${both}, or ${stage}I${microbatch} and ${stage}W${microbatch}, on rank ${rank}`, first[F][cell]);
+      const message = `stage ${stage} has no backward for ${this.unitName(unit)}, though other actions train`;
+      return this.absence(cell, [B], message, `Run ${both}, or ${ofInput} and ${ofWeights}, on rank ${rank}`, first[F][cell]);
     }
     const other = half === I ? W : I;
-    const name = `${stage}${NAMES[other]}${microbatch}`;
+    const name = nameOf(this.order, other, stage, unit);
     const message = `stage ${stage} runs ${this.name(first[half][cell])} but never ${name}: a split backward needs both I and W`;
     return this.absence(cell, [other], message, `Run ${name} on rank ${rank}, or ${both} in place of both`, first[half][cell]);
   }
@@ -337,9 +351,8 @@ class Checker {
 
   /** As severe as the missing work, which the rule `complete` reports first. */
   private deadEnd(entry: number, code: number): Finding {
-    const { microbatches } = this.order;
-    const [stage, microbatch, kind] = [Math.floor((code >> 2) / microbatches), (code >> 2) % microbatches, code & 3];
-    const name = kind === I ? `${stage}I${microbatch} (or ${stage}B${microbatch})` : `${stage}${NAMES[kind]}${microbatch}`;
+    const parts = this.partsOf(cellNumber(code));
+    const name = kindOf(code) === I ? `${nameOf(this.order, I, ...parts)} (or ${nameOf(this.order, B, ...parts)})` : nameOf(this.order, kindOf(code), ...parts);
     return this.finding("deadlock", entry, this.describe(entry, name, "which nobody runs"), `Run ${name} on rank ${this.homeOfCode(code)}`, null);
   }
 }

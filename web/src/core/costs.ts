@@ -20,6 +20,9 @@ const DEFAULTS: Costs = {
   unshard: 0,
   reduce: 0,
   optimizer: 0,
+  host_latency: 0,
+  host_bandwidth: null,
+  host_link_shared: 1,
 };
 
 /** Costs in which everything takes one and messages take nothing. */
@@ -45,23 +48,23 @@ export function perStage(value: PerStage, stages: number, name: string): Float64
   return Float64Array.from({ length: stages }, (_, stage) => (Array.isArray(value) ? value[stage] : value));
 }
 
-/** The value of every stage and microbatch: that of stage s and microbatch m stands at s * microbatches + m. */
-export function perAction(value: PerAction, stages: number, microbatches: number, name: string): Float64Array {
-  const made = new Float64Array(stages * microbatches);
+/** The value of every stage and unit (microbatch, or slice of one): that of stage s and unit u stands at s * units + u. */
+export function perAction(value: PerAction, stages: number, units: number, name: string): Float64Array {
+  const made = new Float64Array(stages * units);
   if (!Array.isArray(value)) return made.fill(value);
   if (value.length !== stages) throw wrong(name, value.length, stages, "stages");
   value.forEach((row, stage) => {
-    if (!Array.isArray(row)) made.fill(row, stage * microbatches, (stage + 1) * microbatches);
-    else if (row.length !== microbatches) throw wrong(`${name}[${stage}]`, row.length, microbatches, "microbatches");
-    else made.set(row, stage * microbatches);
+    if (!Array.isArray(row)) made.fill(row, stage * units, (stage + 1) * units);
+    else if (row.length !== units) throw wrong(`${name}[${stage}]`, row.length, units, "microbatches, or slices of them");
+    else made.set(row, stage * units);
   });
   return made;
 }
 
 /** The full backward: its own value, or the sum of its halves. */
-export function backward(costs: Costs, stages: number, microbatches: number): Float64Array {
-  if (costs.b !== null) return perAction(costs.b, stages, microbatches, "b");
-  const [i, w] = [perAction(costs.i, stages, microbatches, "i"), perAction(costs.w, stages, microbatches, "w")];
+export function backward(costs: Costs, stages: number, units: number): Float64Array {
+  if (costs.b !== null) return perAction(costs.b, stages, units, "b");
+  const [i, w] = [perAction(costs.i, stages, units, "i"), perAction(costs.w, stages, units, "w")];
   return i.map((value, at) => value + w[at]);
 }
 

@@ -19,13 +19,16 @@ export function readDocument(data: unknown): View {
   const timed = json.timed === true;
   const entries = readEntries(object(json.entries, "entries"));
   const nodes = entries.at.length - 1;
+  const [microbatches, slices] = [count(json.microbatches, "microbatches"), count(json.slices ?? 1, "slices")];
   const view: View = {
     title: String(json.title),
     source: json.source as Source,
     dependsOnCosts: json.depends_on_costs === true,
     ranks: count(json.ranks, "ranks"),
     stages: count(json.stages, "stages"),
-    microbatches: count(json.microbatches, "microbatches"),
+    microbatches,
+    slices,
+    unitCount: microbatches * slices,
     copies: json.copies as number[][],
     lowered: json.lowered === true,
     table: json.table as TableInfo,
@@ -57,7 +60,7 @@ function readEntries(json: Json): Entries {
   const node = new Int32Array(kind.length);
   if (at.length === 0 || at[at.length - 1] !== kind.length) throw new DocumentError("entries.at does not end at the number of entries");
   for (let n = 0; n + 1 < at.length; n++) node.fill(n, at[n], at[n + 1]);
-  return { kind, stage: ints(json.stage, "stage"), microbatch: ints(json.microbatch, "microbatch"), peer: ints(json.peer, "peer"), at, node };
+  return { kind, stage: ints(json.stage, "stage"), unit: ints(json.microbatch, "microbatch"), peer: ints(json.peer, "peer"), at, node };
 }
 
 function readGraph(json: Json, nodes: number, timed: boolean): Graph {
@@ -101,7 +104,7 @@ function readMeasured(json: Json, view: View): Timing {
 /** Columns that belong together must be of one length, or every figure would be wrong. */
 function check(view: View): void {
   const { entries, graph, messages, nodes } = view;
-  for (const name of ["stage", "microbatch", "peer"] as const) sized(entries[name], entries.kind.length, `entries.${name}`);
+  for (const name of ["stage", "unit", "peer"] as const) sized(entries[name], entries.kind.length, `entries.${name}`);
   sized(graph.bounds, view.ranks + 1, "graph.bounds");
   if (graph.bounds[view.ranks] !== nodes) throw new DocumentError(`graph.bounds ends at ${graph.bounds[view.ranks]}, there are ${nodes} actions`);
   if (!view.timed) return;

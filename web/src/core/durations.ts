@@ -1,5 +1,5 @@
 import { backward, perAction, perLink, perStage } from "./costs.ts";
-import { B, F, I, REDUCE_GRAD, UNSHARD, W } from "./kinds.ts";
+import { B, F, I, isCopy, REDUCE_GRAD, UNSHARD, W } from "./kinds.ts";
 import { pairwiseSum } from "./sums.ts";
 import type { Costs, View } from "./types.ts";
 
@@ -25,21 +25,21 @@ function idleDurations(view: View, costs: Costs): Float64Array | null {
 }
 
 export function slotLength(view: View, costs: Costs): number {
-  const forwards = perAction(costs.f, view.stages, view.microbatches, "f");
+  const forwards = perAction(costs.f, view.stages, view.unitCount, "f");
   return pairwiseSum(forwards) / forwards.length;
 }
 
 function nodeDurations(view: View, costs: Costs): Float64Array {
-  const { entries, stages, microbatches, nodes } = view;
+  const { entries, stages, unitCount: units, nodes } = view;
   const taken = new Float64Array(entries.kind.length);
   const tables: Float64Array[] = [];
-  tables[F] = perAction(costs.f, stages, microbatches, "f");
-  tables[B] = backward(costs, stages, microbatches);
-  tables[I] = perAction(costs.i, stages, microbatches, "i");
-  tables[W] = perAction(costs.w, stages, microbatches, "w");
+  tables[F] = perAction(costs.f, stages, units, "f");
+  tables[B] = backward(costs, stages, units);
+  tables[I] = perAction(costs.i, stages, units, "i");
+  tables[W] = perAction(costs.w, stages, units, "w");
   for (let e = 0; e < taken.length; e++) {
     const kind = entries.kind[e];
-    if (kind <= W) taken[e] = tables[kind][entries.stage[e] * microbatches + entries.microbatch[e]];
+    if (kind <= W) taken[e] = tables[kind][entries.stage[e] * units + entries.unit[e]];
   }
   if (nodes === taken.length) return taken;
   const made = new Float64Array(nodes);
@@ -50,13 +50,19 @@ function nodeDurations(view: View, costs: Costs): Float64Array {
   return made;
 }
 
+/** What runs beside the computation: collectives, and copies of activations to host memory and back. */
 function collectiveDurations(view: View, costs: Costs): Float64Array {
-  const { entries, stages, nodes } = view;
+  const { entries, stages, nodes, unitCount: units } = view;
   const [unshard, reduce] = [perStage(costs.unshard, stages, "unshard"), perStage(costs.reduce, stages, "reduce")];
   const made = new Float64Array(nodes);
+  let sizes: Float64Array | null = null;
   for (let n = 0; n < nodes; n++) {
-    const [kind, stage] = [entries.kind[entries.at[n]], entries.stage[entries.at[n]]];
-    if (kind === UNSHARD) made[n] = unshard[stage];
+    const entry = entries.at[n];
+    const [kind, stage] = [entries.kind[entry], entries.stage[entry]];
+    if (isCopy(kind)) {
+      sizes ??= perAction(costs.activation, stages, units, "activation");
+      made[n] = costs.host_latency + sizes[stage * units + entries.unit[entry]] / (costs.host_bandwidth ?? Infinity);
+    } else if (kind === UNSHARD) made[n] = unshard[stage];
     else if (kind === REDUCE_GRAD) made[n] = reduce[stage];
   }
   return made;
@@ -64,12 +70,12 @@ function collectiveDurations(view: View, costs: Costs): Float64Array {
 
 /** The size of each message: what the lower stage of its edge puts out. */
 export function messageSizes(view: View, costs: Costs): Float64Array {
-  const { entries, messages, stages, microbatches } = view;
-  const output = perAction(costs.output, stages, microbatches, "output");
+  const { entries, messages, stages, unitCount: units } = view;
+  const output = perAction(costs.output, stages, units, "output");
   return Float64Array.from(messages.before, (before, k) => {
     const after = messages.after[k];
     const lower = entries.kind[after] === F ? before : after;
-    return output[entries.stage[lower] * microbatches + entries.microbatch[before]];
+    return output[entries.stage[lower] * units + entries.unit[before]];
   });
 }
 

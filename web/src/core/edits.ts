@@ -1,21 +1,22 @@
 import { B, I, W } from "./kinds.ts";
-import { cellNumber, cellText, codeOf, codesOf, homeOf, IDLE, kindOf, type Order } from "./order.ts";
+import { cellNumber, cellText, codeOf, codesOf, homeOf, IDLE, kindOf, nameOf, type Order } from "./order.ts";
 import { linkOrder } from "./rebuild.ts";
+import { unitText } from "./text.ts";
 import { walkOrder } from "./check.ts";
 
 /** A change that cannot be made, in a sentence. */
 export class EditError extends Error {}
 
 /**
- * One change to an order. Places count the cells of a row, idle slots included; `to` is the place after the change. A stage or
- * microbatch of null means all of them.
+ * One change to an order. Places count the cells of a row, idle slots included; `to` is the place after the change. A unit is a
+ * microbatch, or a slice of one; a stage or unit of null means all of them.
  */
 export type Edit =
   | { what: "move"; rank: number; from: number; to: number }
-  | { what: "split" | "merge"; stage: number | null; microbatch: number | null }
+  | { what: "split" | "merge"; stage: number | null; unit: number | null }
   | { what: "place"; stage: number; rank: number }
   | { what: "idle" | "drop"; rank: number; at: number }
-  | { what: "add"; rank: number; at: number; kind: number; stage: number; microbatch: number };
+  | { what: "add"; rank: number; at: number; kind: number; stage: number; unit: number };
 
 type Edges = readonly (readonly [number, number])[];
 
@@ -68,18 +69,18 @@ function move(order: Order, rank: number, from: number, to: number): Order {
   return withRow(order, rank, inserted(removed(row, from), to, row[from]));
 }
 
-function add(order: Order, { rank, at, kind, stage, microbatch }: Extract<Edit, { what: "add" }>): Order {
-  if (stage >= order.stages || microbatch >= order.microbatches) throw new EditError(`there is no stage ${stage} with a microbatch ${microbatch}`);
-  return withRow(order, rank, inserted(rowOf(order, rank), at, codeOf(kind, stage, microbatch, order.microbatches)));
+function add(order: Order, { rank, at, kind, stage, unit }: Extract<Edit, { what: "add" }>): Order {
+  if (stage >= order.stages || unit >= order.units) throw new EditError(`there is no stage ${stage} with a microbatch ${unitText(unit, order.slices)}`);
+  return withRow(order, rank, inserted(rowOf(order, rank), at, codeOf(kind, stage, unit, order.units)));
 }
 
 /** Rewrites every row that runs the wanted action of the chosen stages and microbatches; refuses if there is none. */
-function replaced(order: Order, { what, stage, microbatch }: Extract<Edit, { what: "split" | "merge" }>, kind: number, rewrite: (row: readonly number[], chosen: Set<number>) => number[]): Order {
+function replaced(order: Order, { what, stage, unit }: Extract<Edit, { what: "split" | "merge" }>, kind: number, rewrite: (row: readonly number[], chosen: Set<number>) => number[]): Order {
   const chosen = new Set<number>();
   const isChosen = (code: number): boolean => {
     const cell = cellNumber(code);
-    const [s, m] = [Math.floor(cell / order.microbatches), cell % order.microbatches];
-    return kindOf(code) === kind && (stage === null || s === stage) && (microbatch === null || m === microbatch);
+    const [s, u] = [Math.floor(cell / order.units), cell % order.units];
+    return kindOf(code) === kind && (stage === null || s === stage) && (unit === null || u === unit);
   };
   const rows = order.rows.map((row) => {
     const here = new Set<number>();
@@ -116,7 +117,7 @@ function place(order: Order, stage: number, rank: number, edges: Edges): Order {
   if (from === rank) throw new EditError(`stage ${stage} is on rank ${rank}`);
   const copy = order.copies[0].map((home, held) => (held === stage ? rank : home));
   if (!copy.includes(from)) throw new EditError(`rank ${from} would have nothing to do: stage ${stage} is its only one`);
-  const isOf = (code: number): boolean => Math.floor(cellNumber(code) / order.microbatches) === stage;
+  const isOf = (code: number): boolean => Math.floor(cellNumber(code) / order.units) === stage;
   for (const cell of order.rows[from]) {
     if (cell < -1 && codesOf(order, cell).some(isOf)) throw new EditError(`${cellText(order, cell)} runs stage ${stage} together with another stage`);
   }
@@ -164,7 +165,7 @@ function stepsOfCells(order: Order, edges: Edges): number[][] {
 const LETTERS = { move: "m", split: "s", merge: "j", place: "p", idle: "i", drop: "d", add: "a" } as const;
 const KINDS = ["F", "B", "I", "W"];
 
-/** Changes as an address or a file holds them: `m0.3.5_s2.3_p1.0`. */
+/** Changes as an address or a file holds them, microbatches and slices as one number: `m0.3.5_s2.3_p1.0`. */
 export function encodeEdits(edits: readonly Edit[]): string {
   return edits.map(encodeEdit).join("_");
 }
@@ -177,14 +178,14 @@ function encodeEdit(edit: Edit): string {
       return `${letter}${edit.rank}.${edit.from}.${edit.to}`;
     case "split":
     case "merge":
-      return `${letter}${all(edit.stage)}.${all(edit.microbatch)}`;
+      return `${letter}${all(edit.stage)}.${all(edit.unit)}`;
     case "place":
       return `${letter}${edit.stage}.${edit.rank}`;
     case "idle":
     case "drop":
       return `${letter}${edit.rank}.${edit.at}`;
     case "add":
-      return `${letter}${edit.rank}.${edit.at}.${edit.stage}${KINDS[edit.kind]}${edit.microbatch}`;
+      return `${letter}${edit.rank}.${edit.at}.${edit.stage}${KINDS[edit.kind]}${edit.unit}`;
   }
 }
 
@@ -198,12 +199,12 @@ const ADDED = /^a(\d{1,9})\.(\d{1,9})\.(\d{1,9})([FBIW])(\d{1,9})$/;
 
 function decodeEdit(text: string): Edit {
   const added = ADDED.exec(text);
-  if (added) return { what: "add", rank: Number(added[1]), at: Number(added[2]), stage: Number(added[3]), kind: KINDS.indexOf(added[4]), microbatch: Number(added[5]) };
+  if (added) return { what: "add", rank: Number(added[1]), at: Number(added[2]), stage: Number(added[3]), kind: KINDS.indexOf(added[4]), unit: Number(added[5]) };
   const [, letter, one, other, third] = NUMBERS.exec(text) ?? [];
   const what = (Object.keys(LETTERS) as Edit["what"][]).find((name) => LETTERS[name] === letter);
   const every = (value: string): number | null => (value === "x" ? null : Number(value));
   if (what === "split" || what === "merge") {
-    if (third === undefined) return { what, stage: every(one), microbatch: every(other) };
+    if (third === undefined) return { what, stage: every(one), unit: every(other) };
   } else if (what && one !== "x" && other !== "x") {
     if (what === "move" && third !== undefined) return { what, rank: Number(one), from: Number(other), to: Number(third) };
     if (what === "place" && third === undefined) return { what, stage: Number(one), rank: Number(other) };
@@ -215,17 +216,17 @@ function decodeEdit(text: string): Edit {
 /** A change in words, told of the order before it. */
 export function describeEdit(order: Order, edit: Edit): string {
   const cell = (rank: number, at: number): string => cellText(order, order.rows[rank]?.[at] ?? IDLE) || "an idle slot";
-  const of = (stage: number | null, microbatch: number | null, kind: string): string => {
-    if (stage !== null && microbatch !== null) return `${stage}${kind}${microbatch}`;
-    return stage === null ? `every ${kind}` : `every ${kind} of stage ${stage}`;
+  const backward = (stage: number | null, unit: number | null): string => {
+    if (stage !== null && unit !== null) return nameOf(order, B, stage, unit);
+    return stage === null ? "every B" : `every B of stage ${stage}`;
   };
   switch (edit.what) {
     case "move":
       return `Move ${cell(edit.rank, edit.from)} on rank ${edit.rank} from step ${edit.from} to step ${edit.to}`;
     case "split":
-      return `Split ${of(edit.stage, edit.microbatch, "B")} into I and W`;
+      return `Split ${backward(edit.stage, edit.unit)} into I and W`;
     case "merge":
-      return `Merge I and W into ${of(edit.stage, edit.microbatch, "B")}`;
+      return `Merge I and W into ${backward(edit.stage, edit.unit)}`;
     case "place":
       return `Move stage ${edit.stage} to rank ${edit.rank}`;
     case "idle":
@@ -233,6 +234,6 @@ export function describeEdit(order: Order, edit: Edit): string {
     case "drop":
       return `Remove ${cell(edit.rank, edit.at)} on rank ${edit.rank} at step ${edit.at}`;
     case "add":
-      return `Add ${edit.stage}${KINDS[edit.kind]}${edit.microbatch} on rank ${edit.rank} at step ${edit.at}`;
+      return `Add ${nameOf(order, edit.kind, edit.stage, edit.unit)} on rank ${edit.rank} at step ${edit.at}`;
   }
 }

@@ -10,7 +10,8 @@ import type { Cause, Costs, Memory, Numbers, PerStage, Timing, View } from "./ty
 export function ofRanks(view: View, value: PerStage, name: string): Float64Array {
   const values = perStage(value, view.stages, name);
   const made = new Float64Array(view.ranks);
-  for (const copy of view.copies) copy.forEach((rank, stage) => (made[rank] += values[stage]));
+  const held = new Set(view.copies.flatMap((copy) => copy.map((rank, stage) => rank * view.stages + stage)));
+  for (const place of held) made[Math.floor(place / view.stages)] += values[place % view.stages];
   return made;
 }
 

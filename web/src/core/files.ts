@@ -3,10 +3,13 @@ import { numbersOf } from "./figures.ts";
 import { actionText } from "./text.ts";
 import type { Costs, Timing, View } from "./types.ts";
 
-/** PyTorch's CSV form: a row a rank, a cell an action; a schedule spaced out by step, a program without idle cells. */
+/**
+ * PyTorch's CSV form: one row per rank, one cell per action; a schedule spaced out by step, a program without idle cells. PyTorch has
+ * no slices: one number stands for microbatch and slice, and the first action says how many slices there are.
+ */
 export function toCsv(view: View): string {
   const steps = view.lowered || !view.timed ? null : stepsOf(view);
-  return rowsOf(view)
+  const lines = rowsOf(view, 1)
     .map((row, rank) => {
       if (!steps) return row;
       const first = view.graph.bounds[rank];
@@ -14,14 +17,15 @@ export function toCsv(view: View): string {
       row.forEach((text, k) => (cells[steps[first + k]] = text));
       return Array.from(cells, (cell) => cell ?? "");
     })
-    .map((cells) => `${cells.join(",")}\r\n`)
-    .join("");
+    .map((cells) => `${cells.join(",")}\r\n`);
+  if (view.slices > 1) lines[0] = lines[0].replace(/[^,\r\n]+/, (first) => `${first} slices=${view.slices}`);
+  return lines.join("");
 }
 
-function rowsOf(view: View): string[][] {
+function rowsOf(view: View, slices = view.slices): string[][] {
   const { bounds } = view.graph;
   return Array.from({ length: view.ranks }, (_, rank) =>
-    Array.from({ length: bounds[rank + 1] - bounds[rank] }, (_, k) => actionText(view, bounds[rank] + k)),
+    Array.from({ length: bounds[rank + 1] - bounds[rank] }, (_, k) => actionText(view, bounds[rank] + k, slices)),
   );
 }
 
@@ -91,6 +95,7 @@ export function toTableJson(view: View): Record<string, unknown> {
     placement: { kind: table.placement, ranks: view.ranks, copies: view.copies },
     edges: table.edges,
     rows: rowsOf(view),
+    ...(view.slices > 1 ? { slices: view.slices } : {}),
   };
   return table.type === "program" ? { ...made, passes: table.passes ?? "", lowered: view.lowered, buffers: table.buffers ?? null } : made;
 }

@@ -104,11 +104,16 @@ const SAID: Record<Gap["cause"], (gap: Gap) => string> = {
   fill: () => "the pipeline fills",
   drain: () => "the pipeline drains",
   waiting: (gap) => `waits for ${gap.action} on rank ${gap.rank}`,
-  communication: (gap) => `waits for the message of ${gap.action} from rank ${gap.rank}`,
+  communication: (gap) => `waits for the ${isCopyText(gap.action) ? "copy" : "message"} of ${gap.action} from rank ${gap.rank}`,
   memory: (gap) => `waits ${gap.action?.includes("WAIT_") ? "in" : "for a slot to send"} ${gap.action}`,
   slot: (gap) => `an idle slot before ${gap.action}`,
   overhead: (gap) => `has all that ${gap.action} needs`,
 };
+
+/** Whether an action, as it is written, moves an activation to host memory or back. */
+function isCopyText(action: string | null): boolean {
+  return /^\d+(OFFLOAD|RELOAD)/.test(action ?? "");
+}
 
 /** Why a rank stands idle, in words. */
 export function gapText(gap: Gap): string {

@@ -1,17 +1,18 @@
 import type { Durations } from "./durations.ts";
+import type { Lanes } from "./lanes.ts";
 import type { Graph, Timing } from "./types.ts";
 
 /**
- * Time a graph whose links are one channel each: a rank runs on as far as it can, in any order of ranks, with the same result.
- * Gives the node that each rank came to, its end where nothing hangs.
+ * Time a graph in which no link or lane is shared: a rank runs on as far as it can, in any order of ranks, with the same result.
+ * Gives the node that each rank came to, its end if nothing hangs.
  */
-export function runIndependent(graph: Graph, takes: Durations, times: Timing, link: Int32Array, links: number): Int32Array {
-  const { bounds, rank: rankOf, need_at, need, send_at, gather_at, gather, collective, received, sender, user, receive, slot, retire } = graph;
+export function runIndependent(graph: Graph, takes: Durations, times: Timing, link: Int32Array, links: number, lanes: Lanes): Int32Array {
+  const { bounds, rank: rankOf, need_at, need, send_at, gather_at, gather, received, sender, user, receive, slot, retire } = graph;
   const { start, end, depart, arrive, collectiveStart, collectiveEnd } = times;
   const ranks = bounds.length - 1;
   const at = bounds.slice(0, ranks);
   const now = new Float64Array(ranks);
-  const lane = new Float64Array(ranks);
+  const lane = new Float64Array(lanes.count);
   const free = new Float64Array(links);
   const queued = new Uint8Array(ranks).fill(1);
   const stack = Array.from({ length: ranks }, (_, k) => ranks - 1 - k);
@@ -69,10 +70,11 @@ export function runIndependent(graph: Graph, takes: Durations, times: Timing, li
           stack.push(other);
         }
       }
-      if (collective[node]) {
-        collectiveStart[node] = clock > lane[rank] ? clock : lane[rank];
-        lane[rank] = collectiveStart[node] + takes.collective[node];
-        collectiveEnd[node] = lane[rank];
+      const beside = lanes.of[node];
+      if (beside >= 0) {
+        collectiveStart[node] = clock > lane[beside] ? clock : lane[beside];
+        lane[beside] = collectiveStart[node] + takes.collective[node];
+        collectiveEnd[node] = lane[beside];
       }
     }
     at[rank] = node;

@@ -12,10 +12,17 @@ export const RESHARD = 9;
 export const REDUCE_GRAD = 10;
 export const WAIT_SEND_F = 12;
 export const WAIT_SEND_B = 13;
+export const WAIT_REDUCE_GRAD = 14;
+export const OFFLOAD = 15;
+export const RELOAD = 16;
 
 export const isCompute = (kind: number): boolean => kind <= W;
 export const isSend = (kind: number): boolean => kind === SEND_F || kind === SEND_B;
 export const isReceive = (kind: number): boolean => kind === RECV_F || kind === RECV_B;
 export const isSendWait = (kind: number): boolean => kind === WAIT_SEND_F || kind === WAIT_SEND_B;
+/** Waits for a send or a reduction of its own rank. */
+export const isWait = (kind: number): boolean => isSendWait(kind) || kind === WAIT_REDUCE_GRAD;
+/** Moves an activation to host memory, or back. */
+export const isCopy = (kind: number): boolean => kind === OFFLOAD || kind === RELOAD;
 /** Whether an action of this kind belongs to one microbatch; the others belong to a whole stage. */
-export const hasMicrobatch = (kind: number): boolean => kind <= RECV_B || isSendWait(kind);
+export const hasMicrobatch = (kind: number): boolean => kind <= RECV_B || isSendWait(kind) || isCopy(kind);

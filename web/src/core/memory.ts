@@ -1,7 +1,8 @@
 import { perAction, perStage } from "./costs.ts";
 import { messageSizes } from "./durations.ts";
 import { indexOfMost, ofRanks } from "./figures.ts";
-import { B, F, I, RESHARD, UNSHARD, W } from "./kinds.ts";
+import { B, F, I, OFFLOAD, RELOAD, RESHARD, UNSHARD, W } from "./kinds.ts";
+import { hasCopies } from "./lanes.ts";
 import { CATEGORIES } from "./types.ts";
 import type { Category, Costs, Curve, Memory, Timing, View } from "./types.ts";
 
@@ -47,17 +48,40 @@ const [ACTIVATIONS, STASH, RECEIVED, PARAMETERS] = [0, 1, 2, 3];
  * What each rank holds over time: an activation from the start of F to the end of I or B, which leaves the weight stash that
  * the end of W frees; a received message from its receive (in a schedule, its arrival) to the end of what uses it; a sent
  * message from its send to the end of its WAIT_SEND, if there is one; parameters
- * from the start of their gathering to RESHARD. Ranks that never shard keep their parameters all the time.
+ * from the start of their gathering to RESHARD. Ranks that never shard keep their parameters all the time. An activation that is
+ * moved to the host is not held from the start of what waits for the copy out to the start of its RELOAD.
  */
 export function memoryOf(view: View, timing: Timing, costs: Costs): Memory {
   const changes = new Changes(view.ranks, 2 * (view.entries.kind.length + view.messages.before.length));
   addActivations(view, timing, costs, changes);
   addStashes(view, timing, costs, changes);
-  addReceived(view, timing, costs, changes);
   addParameters(view, timing, costs, changes);
+  addMoves(view, timing, costs, changes);
+  addReceived(view, timing, costs, changes);
   const sharded = view.entries.kind.some((kind) => kind === UNSHARD || kind === RESHARD);
   const fixed = sharded ? ofRanks(view, costs.shard, "shard") : ofRanks(view, costs.parameters, "parameters");
-  return { ranks: Array.from(fixed, (kept, rank) => curveOf(changes, rank, kept)) };
+  return { ranks: Array.from(fixed, (kept, rank) => curveOf(changes, rank, kept)), host: hostMemory(view, timing, costs) };
+}
+
+/** What the host holds of each rank: a moved activation from the start of its OFFLOAD to the start of its backward; null if nothing moves. */
+function hostMemory(view: View, timing: Timing, costs: Costs): Curve[] | null {
+  if (!hasCopies(view)) return null;
+  const changes = new Changes(view.ranks, 2 * view.entries.kind.length);
+  const size = sizesOf(view, costs, "activation");
+  each(view, [OFFLOAD], (entry, node, rank) => changes.at(rank, ACTIVATIONS, node, timing.start[node], size(entry), false));
+  awaited(view, RELOAD, (entry, node) => changes.at(view.graph.rank[node], ACTIVATIONS, node, timing.start[node], -size(entry), false));
+  return Array.from({ length: view.ranks }, (_, rank) => curveOf(changes, rank, 0));
+}
+
+/** Calls with every copy of a kind, by its entry, and the node that waits for its end. */
+function awaited(view: View, kind: number, use: (entry: number, node: number) => void): void {
+  const { entries, graph } = view;
+  for (let node = 0; node < view.nodes; node++) {
+    for (let k = graph.gather_at[node]; k < graph.gather_at[node + 1]; k++) {
+      const entry = entries.at[graph.gather[k]];
+      if (entries.kind[entry] === kind) use(entry, node);
+    }
+  }
 }
 
 function each(view: View, kinds: number[], use: (entry: number, node: number, rank: number) => void): void {
@@ -69,9 +93,9 @@ function each(view: View, kinds: number[], use: (entry: number, node: number, ra
 }
 
 function sizesOf(view: View, costs: Costs, name: "activation" | "weight_stash"): (entry: number) => number {
-  const { stage, microbatch } = view.entries;
-  const table = perAction(costs[name], view.stages, view.microbatches, name);
-  return (entry) => table[stage[entry] * view.microbatches + microbatch[entry]];
+  const { stage, unit } = view.entries;
+  const table = perAction(costs[name], view.stages, view.unitCount, name);
+  return (entry) => table[stage[entry] * view.unitCount + unit[entry]];
 }
 
 function addActivations(view: View, timing: Timing, costs: Costs, changes: Changes): void {
@@ -114,6 +138,15 @@ function addSent(view: View, timing: Timing, sizes: Float64Array, changes: Chang
     changes.at(rank[wait], RECEIVED, sender[k], timing.start[sender[k]], sizes[k], false);
     changes.at(rank[wait], RECEIVED, wait, timing.end[wait], -sizes[k], true);
   });
+}
+
+/** Activations that leave the device and come back. */
+function addMoves(view: View, timing: Timing, costs: Costs, changes: Changes): void {
+  if (!hasCopies(view)) return;
+  const size = sizesOf(view, costs, "activation");
+  const { start } = timing;
+  awaited(view, OFFLOAD, (entry, node) => changes.at(view.graph.rank[node], ACTIVATIONS, node, start[node], -size(entry), false));
+  each(view, [RELOAD], (entry, node, rank) => changes.at(rank, ACTIVATIONS, node, start[node], size(entry), false));
 }
 
 function addParameters(view: View, timing: Timing, costs: Costs, changes: Changes): void {

@@ -1,22 +1,25 @@
 import { finishedOf, indexOfMost } from "./figures.ts";
+import { lanesOf } from "./lanes.ts";
 import { measuredPath, optimizerStep } from "./measured.ts";
 import { actionText, entryText } from "./text.ts";
-import type { PathStep, Timing, View } from "./types.ts";
+import type { Costs, PathStep, Timing, View } from "./types.ts";
 
 type Place = [what: "action" | "message" | "collective", index: number];
 
 /** A chain of actions and messages from the start to the makespan. */
-export function criticalPath(view: View, timing: Timing): PathStep[] {
-  return timing.source === "simulated" ? new Walk(view, timing).path() : measuredPath(view, timing);
+export function criticalPath(view: View, timing: Timing, costs: Costs): PathStep[] {
+  return timing.source === "simulated" ? new Walk(view, timing, costs).path() : measuredPath(view, timing);
 }
 
 /** Walks back from the end: each piece starts when the one before it ends. */
 class Walk {
   private ahead: Int32Array | null = null;
+  private lanes: { of: Int32Array; nodes: number[][] } | null = null;
 
   constructor(
     private readonly view: View,
     private readonly timing: Timing,
+    private readonly costs: Costs,
   ) {}
 
   path(): PathStep[] {
@@ -105,9 +108,24 @@ class Walk {
   private beforeCollective(node: number): Place {
     const { end, collectiveStart, collectiveEnd } = this.timing;
     if (end[node] === collectiveStart[node]) return ["action", node];
-    const low = this.view.graph.bounds[this.view.graph.rank[node]];
-    let earlier = node - 1;
-    while (earlier > low && collectiveEnd[earlier] !== collectiveStart[node]) earlier--;
-    return ["collective", earlier];
+    let earlier = -1;
+    for (const other of this.besideOf(node)) {
+      if (other === node || collectiveEnd[other] !== collectiveStart[node]) continue;
+      if (earlier < 0 || collectiveStart[other] < collectiveStart[earlier]) earlier = other;
+    }
+    return earlier < 0 ? ["action", node] : ["collective", earlier];
+  }
+
+  /** The nodes whose collectives or copies share a lane with that of a node. */
+  private besideOf(node: number): number[] {
+    this.lanes ??= this.listLanes();
+    return this.lanes.nodes[this.lanes.of[node]];
+  }
+
+  private listLanes(): { of: Int32Array; nodes: number[][] } {
+    const { of, count } = lanesOf(this.view, this.costs);
+    const nodes: number[][] = Array.from({ length: count }, () => []);
+    of.forEach((lane, node) => void (lane >= 0 && nodes[lane].push(node)));
+    return { of, nodes };
   }
 }

@@ -23,7 +23,7 @@ export interface Linked {
   data: Pairs;
   /** Entries that need an action that nobody runs: its code, with I for whichever backward. */
   missing: { after: number; code: number }[];
-  /** The first F, and the first B or I, of each stage and microbatch; -1 for none. */
+  /** The first F, and the first B or I, of each stage and unit; -1 for none. */
   forwards: Int32Array;
   gradients: Int32Array;
 }
@@ -32,40 +32,41 @@ const NONE = new Int32Array(0);
 
 export function linkOrder(order: Order, edges: readonly (readonly [number, number])[]): Linked {
   const laid = layOutCells(order);
-  const { stages, microbatches, copies } = order;
-  const { kind, stage, microbatch } = laid.entries;
+  const { stages, slices, units, copies } = order;
+  const { kind, stage, unit } = laid.entries;
   const count = kind.length;
-  const [forwards, gradients] = [new Int32Array(stages * microbatches).fill(-1), new Int32Array(stages * microbatches).fill(-1)];
+  const [forwards, gradients] = [new Int32Array(stages * units).fill(-1), new Int32Array(stages * units).fill(-1)];
   for (let entry = count - 1; entry >= 0; entry--) {
-    const cell = stage[entry] * microbatches + microbatch[entry];
+    const cell = stage[entry] * units + unit[entry];
     if (kind[entry] === F) forwards[cell] = entry;
     else if (kind[entry] !== W) gradients[cell] = entry;
   }
-  const local = new PairList(3 * count);
+  const local = new PairList((slices > 1 ? 5 : 3) * count);
   const data = new PairList(edges.length ? 2 * Math.ceil(edges.length / Math.max(1, stages)) * count + 2 * count : 0);
   const missing: Linked["missing"] = [];
-  const resolve = (before: number, after: number, code: number, into: PairList): void => {
+  /** An entry needs the forward, or whichever backward makes the gradient, of a stage and unit. */
+  const need = (after: number, forward: boolean, of: number, which: number, into: PairList): void => {
+    const cell = of * units + which;
+    const before = (forward ? forwards : gradients)[cell];
     if (before >= 0) into.push(before, after);
-    else missing.push({ after, code });
+    else missing.push({ after, code: (cell << 2) | (forward ? F : I) });
   };
-  for (let entry = 0; entry < count; entry++) {
-    if (kind[entry] === B || kind[entry] === I) resolve(forwards[stage[entry] * microbatches + microbatch[entry]], entry, ((stage[entry] * microbatches + microbatch[entry]) << 2) | F, local);
-  }
-  for (let entry = 0; entry < count; entry++) {
-    if (kind[entry] === W) resolve(gradients[stage[entry] * microbatches + microbatch[entry]], entry, ((stage[entry] * microbatches + microbatch[entry]) << 2) | I, local);
+  const isGradient = (entry: number): boolean => kind[entry] === B || kind[entry] === I;
+  for (let entry = 0; entry < count; entry++) if (isGradient(entry)) need(entry, true, stage[entry], unit[entry], local);
+  for (let entry = 0; entry < count; entry++) if (kind[entry] === W) need(entry, false, stage[entry], unit[entry], local);
+  if (slices > 1) {
+    // Forwards of a microbatch's slices ascend on a stage, backwards descend.
+    for (let entry = 0; entry < count; entry++) if (kind[entry] === F && unit[entry] % slices) need(entry, true, stage[entry], unit[entry] - 1, local);
+    for (let entry = 0; entry < count; entry++) if (isGradient(entry) && (unit[entry] + 1) % slices) need(entry, false, stage[entry], unit[entry] + 1, local);
   }
   for (const forward of [true, false]) {
-    const columns = neighbours(edges, stages, forward);
-    const makers = forward ? forwards : gradients;
-    for (const column of columns) {
+    for (const column of neighbours(edges, stages, forward)) {
       for (let entry = 0; entry < count; entry++) {
-        if (forward ? kind[entry] !== F : kind[entry] !== B && kind[entry] !== I) continue;
+        if (forward ? kind[entry] !== F : !isGradient(entry)) continue;
         const source = column[stage[entry]];
         if (source < 0) continue;
-        const m = microbatch[entry];
-        const copy = copies[m % copies.length];
-        const crosses = copy[stage[entry]] !== copy[source];
-        resolve(makers[source * microbatches + m], entry, ((source * microbatches + m) << 2) | (forward ? F : I), crosses ? data : local);
+        const copy = copies[unit[entry] % copies.length];
+        need(entry, forward, source, unit[entry], copy[stage[entry]] !== copy[source] ? data : local);
       }
     }
   }
@@ -73,7 +74,7 @@ export function linkOrder(order: Order, edges: readonly (readonly [number, numbe
 }
 
 function layOutCells(order: Order): Pick<Linked, "entries" | "bounds" | "rank" | "slots" | "place"> {
-  const { rows, microbatches } = order;
+  const { rows, units } = order;
   let [nodes, entries] = [0, 0];
   for (const row of rows) {
     for (const cell of row) {
@@ -85,13 +86,13 @@ function layOutCells(order: Order): Pick<Linked, "entries" | "bounds" | "rank" |
   const bounds = new Int32Array(rows.length + 1);
   const [rank, slots, place] = [new Int32Array(nodes), new Uint16Array(nodes), new Int32Array(nodes)];
   const [at, node] = [new Int32Array(nodes + 1), new Int32Array(entries)];
-  const [kind, stage, microbatch] = [new Int8Array(entries), new Int32Array(entries), new Int32Array(entries)];
+  const [kind, stage, unit] = [new Int8Array(entries), new Int32Array(entries), new Int32Array(entries)];
   let [n, e] = [0, 0];
   const put = (code: number): void => {
     const number = cellNumber(code);
     kind[e] = kindOf(code);
-    stage[e] = Math.floor(number / microbatches);
-    microbatch[e] = number - stage[e] * microbatches;
+    stage[e] = Math.floor(number / units);
+    unit[e] = number - stage[e] * units;
     node[e++] = n;
   };
   rows.forEach((row, r) => {
@@ -112,7 +113,7 @@ function layOutCells(order: Order): Pick<Linked, "entries" | "bounds" | "rank" |
     }
     bounds[r + 1] = n;
   });
-  return { entries: { kind, stage, microbatch, peer: new Int32Array(entries).fill(-1), at, node }, bounds, rank, slots, place };
+  return { entries: { kind, stage, unit, peer: new Int32Array(entries).fill(-1), at, node }, bounds, rank, slots, place };
 }
 
 /** For each column the stage that a stage reads (forward) or is read by, -1 for none. */

@@ -19,11 +19,12 @@ export function toDocument(view: View, edits: string): Record<string, unknown> {
     ranks: view.ranks,
     stages: view.stages,
     microbatches: view.microbatches,
+    slices: view.slices,
     copies: view.copies,
     lowered: view.lowered,
     table: view.table,
     kinds: view.kinds,
-    entries: { kind: { i8: packed(entries.kind) }, ...columns(entries, ["stage", "microbatch", "peer", "at"]) },
+    entries: { kind: { i8: packed(entries.kind) }, ...columns(entries, ["stage", "peer", "at"]), microbatch: whole(entries.unit) },
     timed: view.timed,
     graph: view.timed
       ? { ...columns(graph, ["bounds", "need_at", "need", "send_at", "gather_at", "gather", "received", "sender", "user", "receive", "slot", "retire"]), collective: { i8: packed(graph.collective) } }

@@ -1,5 +1,6 @@
 import type { Durations } from "./durations.ts";
 import { RankHeap } from "./heap.ts";
+import type { Lanes } from "./lanes.ts";
 import type { Costs, Graph, Timing, View } from "./types.ts";
 
 /** The links that each message occupies while it travels; the same twice where it is one. */
@@ -9,9 +10,10 @@ export interface Links {
   count: number;
 }
 
-/** A link for each way of a pair of ranks, for each way of a rank, for each rank, or as the lanes of the costs say. */
+/** A link for each channel, for each way of a pair of ranks, for each way of a rank, for each rank, or as the lanes of the costs say. */
 export function linksOf(view: View, { contention, lanes }: Costs): Links {
-  const { source, target } = view.messages;
+  const { source, target, channel } = view.messages;
+  if (contention === "independent") return { one: channel, other: channel, count: view.channels.length };
   if (lanes) {
     const lane = (end: 0 | 1): Int32Array => source.map((from, k) => lanes[from][target[k]][end]);
     return { one: lane(0), other: lane(1), count: 1 + lanes.flat(2).reduce((most, lane) => Math.max(most, lane), -1) };
@@ -32,11 +34,11 @@ const RUNNING = 1;
 const WAITING = 2;
 
 /**
- * Time a graph whose links several channels share: first come, first served, and lower ranks first at the same time.
- * Gives the node that each rank came to, its end where nothing hangs.
+ * Time a graph whose links several channels share, or whose lanes several ranks: first come, first served, and lower ranks first at
+ * the same time. Gives the node that each rank came to, its end if nothing hangs.
  */
-export function runShared(graph: Graph, takes: Durations, times: Timing, links: Links): Int32Array {
-  return new SharedRun(graph, takes, times, links).run();
+export function runShared(graph: Graph, takes: Durations, times: Timing, links: Links, lanes: Lanes): Int32Array {
+  return new SharedRun(graph, takes, times, links, lanes).run();
 }
 
 class SharedRun {
@@ -54,11 +56,12 @@ class SharedRun {
     private readonly takes: Durations,
     private readonly times: Timing,
     private readonly links: Links,
+    private readonly lanes: Lanes,
   ) {
     this.ranks = graph.bounds.length - 1;
     this.at = graph.bounds.slice(0, this.ranks);
     this.now = new Float64Array(this.ranks);
-    this.lane = new Float64Array(this.ranks);
+    this.lane = new Float64Array(lanes.count);
     this.free = new Float64Array(links.count);
     this.lastOn = new Int32Array(links.count).fill(-1);
     this.state = new Int8Array(this.ranks);
@@ -80,10 +83,11 @@ class SharedRun {
     const { graph, times, takes } = this;
     const node = this.at[rank];
     const clock = this.now[rank];
-    if (graph.collective[node]) {
-      times.collectiveStart[node] = clock > this.lane[rank] ? clock : this.lane[rank];
-      this.lane[rank] = times.collectiveStart[node] + takes.collective[node];
-      times.collectiveEnd[node] = this.lane[rank];
+    const beside = this.lanes.of[node];
+    if (beside >= 0) {
+      times.collectiveStart[node] = clock > this.lane[beside] ? clock : this.lane[beside];
+      this.lane[beside] = times.collectiveStart[node] + takes.collective[node];
+      times.collectiveEnd[node] = this.lane[beside];
     }
     this.at[rank] = node + 1;
     for (let message = graph.send_at[node]; message < graph.send_at[node + 1]; message++) {

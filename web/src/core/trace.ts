@@ -1,5 +1,6 @@
 import { messageSizes } from "./durations.ts";
 import { computes, finishedOf, numbersOf } from "./figures.ts";
+import { isCopy, OFFLOAD, RELOAD } from "./kinds.ts";
 import { memoryOf } from "./memory.ts";
 import { entryText } from "./text.ts";
 import { CATEGORIES } from "./types.ts";
@@ -12,11 +13,11 @@ const UNITS: Record<string, number> = { s: 1e6, ms: 1e3, us: 1, ns: 1e-3 };
 /** Times are rounded to eighths of a microsecond, so that slices that touch still touch wherever the trace is read. */
 const TICKS = 8;
 
-/** A timing as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing: a process a rank, a thread for each of its lanes. */
+/** A timing as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing: one process per rank, one thread per lane. */
 export function toTrace(view: View, timing: Timing, costs: Costs, unit = "ms"): Record<string, unknown> {
   const memory = memoryOf(view, timing, costs);
   const trace = new Trace(view, timing, costs, UNITS[unit] ?? 1e3);
-  const events = [...trace.names(), ...trace.computation(), ...trace.optimizer(), ...trace.collectives(), ...trace.messages()];
+  const events = [...trace.names(), ...trace.computation(), ...trace.optimizer(), ...trace.collectives(), ...trace.copies(), ...trace.messages()];
   const { makespan, bubble, spanBubble, peaks, peak, messages } = numbersOf(view, timing, costs, memory);
   const { name } = view.table;
   const shape = { name: name || `unnamed ${view.table.type}`, source: timing.source, ranks: view.ranks, stages: view.stages };
@@ -24,7 +25,7 @@ export function toTrace(view: View, timing: Timing, costs: Costs, unit = "ms"): 
   return {
     traceEvents: [...events, ...trace.memory(memory)],
     displayTimeUnit: "ms",
-    otherData: { ...shape, microbatches: view.microbatches, ...figures },
+    otherData: { ...shape, microbatches: view.microbatches, ...(view.slices > 1 ? { slices: view.slices } : {}), ...figures },
   };
 }
 
@@ -50,6 +51,7 @@ class Trace {
   private compute = (rank: number) => 1 + rank;
   private collective = (rank: number) => 1 + this.view.ranks + rank;
   private channel = (channel: number) => 1 + 2 * this.view.ranks + channel;
+  private copy = (rank: number, kind: number) => 1 + (kind === RELOAD ? 3 : 2) * this.view.ranks + this.view.channels.length + rank;
 
   /** What processes and threads are called, and their order. */
   names(): TraceEvent[] {
@@ -65,19 +67,21 @@ class Trace {
 
   private lanes(): [number, number, string][] {
     const ranks = Array.from({ length: this.view.ranks }, (_, rank) => rank);
-    const gathering = [...new Set(this.collectiveNodes().map((node) => this.view.graph.rank[node]))];
+    const gathering = [...new Set(this.besideNodes(false).map((node) => this.view.graph.rank[node]))];
+    const copying = [...new Set(this.besideNodes(true).map((node) => 2 * this.view.graph.rank[node] + (this.kindOf(node) === RELOAD ? 1 : 0)))].sort((one, other) => one - other);
     const ways = this.view.channels.map(([source, target, kind], channel): [number, number, string] => {
       return [source, this.channel(channel), `${kind === "SEND_F" ? "activations" : "gradients"} to rank ${target}`];
     });
     return [
       ...ranks.map((rank): [number, number, string] => [rank, this.compute(rank), "compute"]),
       ...gathering.map((rank): [number, number, string] => [rank, this.collective(rank), "collectives"]),
+      ...copying.map((key): [number, number, string] => [key >> 1, this.copy(key >> 1, key % 2 ? RELOAD : OFFLOAD), `copies ${key % 2 ? "from" : "to"} the host`]),
       ...ways,
     ];
   }
 
   computation(): TraceEvent[] {
-    const { entries, graph } = this.view;
+    const { entries, graph, slices } = this.view;
     const found: TraceEvent[] = [];
     const before = new Float64Array(this.view.ranks);
     for (let node = 0; node < this.view.nodes; node++) {
@@ -87,8 +91,9 @@ class Trace {
       const name = parts.map((entry) => entryText(this.view, entry)).join(" & ");
       const args = {
         stage: parts.map((entry) => entries.stage[entry]),
-        microbatch: parts.map((entry) => entries.microbatch[entry]),
+        microbatch: parts.map((entry) => Math.floor(entries.unit[entry] / slices)),
         wait: start - before[rank],
+        ...(slices > 1 ? { slice: parts.map((entry) => entries.unit[entry] % slices) } : {}),
       };
       found.push(this.slice(rank, this.compute(rank), name, start, end, args));
       before[rank] = end;
@@ -102,19 +107,35 @@ class Trace {
     return taking.map(({ takes, rank }) => this.slice(rank, this.compute(rank), "optimizer", finished[rank] - takes, finished[rank], {}));
   }
 
-  private collectiveNodes(): number[] {
+  private kindOf(node: number): number {
+    return this.view.entries.kind[this.view.entries.at[node]];
+  }
+
+  /** The nodes that start a collective, or a copy, that takes time. */
+  private besideNodes(copies: boolean): number[] {
     const { collectiveStart, collectiveEnd } = this.timing;
     const all = Array.from({ length: this.view.nodes }, (_, node) => node);
-    return all.filter((node) => this.view.graph.collective[node] && collectiveEnd[node] > collectiveStart[node]);
+    return all.filter((node) => this.view.graph.collective[node] && isCopy(this.kindOf(node)) === copies && collectiveEnd[node] > collectiveStart[node]);
   }
 
   /** Gathers of parameters and reductions of gradients. */
   collectives(): TraceEvent[] {
     const { entries, graph } = this.view;
-    return this.collectiveNodes().map((node) => {
+    return this.besideNodes(false).map((node) => {
       const [rank, entry] = [graph.rank[node], entries.at[node]];
       const [start, end] = [this.timing.collectiveStart[node], this.timing.collectiveEnd[node]];
       return this.slice(rank, this.collective(rank), entryText(this.view, entry), start, end, { stage: entries.stage[entry] });
+    });
+  }
+
+  /** Copies of activations to host memory and back. */
+  copies(): TraceEvent[] {
+    const { entries, graph, slices } = this.view;
+    return this.besideNodes(true).map((node) => {
+      const [rank, entry] = [graph.rank[node], entries.at[node]];
+      const [start, end] = [this.timing.collectiveStart[node], this.timing.collectiveEnd[node]];
+      const args = { stage: entries.stage[entry], microbatch: Math.floor(entries.unit[entry] / slices), ...(slices > 1 ? { slice: entries.unit[entry] % slices } : {}) };
+      return this.slice(rank, this.copy(rank, entries.kind[entry]), entryText(this.view, entry), start, end, args);
     });
   }
 

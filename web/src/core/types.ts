@@ -9,7 +9,7 @@ export type Contention = "independent" | "pair" | "duplex" | "rank" | "links";
 /** One number, or a table with one row per sending rank and one value per receiving rank. */
 export type PerLink<Value> = Value | Value[][];
 
-/** What actions take, hold and send: one number, one a stage, or one a stage and microbatch. */
+/** What actions take, hold and send: one number, one per stage, or one per stage and microbatch, or slice of one. */
 export interface Costs {
   f: PerAction;
   i: PerAction;
@@ -31,6 +31,10 @@ export interface Costs {
   unshard: PerStage;
   reduce: PerStage;
   optimizer: PerStage;
+  /** Copies of activations to host memory and back: the time of one without size, size per time, and how many ranks share a link. */
+  host_latency: number;
+  host_bandwidth: number | null;
+  host_link_shared: number;
 }
 
 export interface Source {
@@ -84,7 +88,8 @@ export interface Graph {
 export interface Entries {
   kind: Int8Array;
   stage: Int32Array;
-  microbatch: Int32Array;
+  /** The microbatch; with slices, the number of the slice among those of all microbatches. */
+  unit: Int32Array;
   /** The stage at the other end of a message that skips stages, else -1. */
   peer: Int32Array;
   /** Node n is made of the entries from at[n] up to at[n + 1]. */
@@ -126,6 +131,10 @@ export interface View {
   ranks: number;
   stages: number;
   microbatches: number;
+  /** How many slices each microbatch's sequences are cut into; 1 if they are not cut. */
+  slices: number;
+  /** Microbatches times slices: how many values per stage a table of costs has. */
+  unitCount: number;
   copies: number[][];
   lowered: boolean;
   table: TableInfo;
@@ -204,6 +213,8 @@ export interface Curve {
 
 export interface Memory {
   ranks: Curve[];
+  /** What the host holds of each rank's activations; null if none are moved there. */
+  host: Curve[] | null;
 }
 
 export interface Numbers {

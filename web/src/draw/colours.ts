@@ -13,6 +13,9 @@ export const TONES = {
   I: { sample: "I", means: "backward for the input", fill: "#e69f00" },
   W: { sample: "W", means: "backward for the weights", fill: "#009e73" },
   SEND: { sample: "message", means: "message on its way", fill: "#56b4e9" },
+  GRADIENT: { sample: "message", means: "gradients on their way", fill: "#c9a26b" },
+  OUT: { sample: "copy", means: "activations copied to the host", fill: "#aa4477" },
+  BACK: { sample: "copy", means: "activations copied back", fill: "#dd99bb" },
   SHARD: { sample: "collective", means: "parameters gathered, gradients reduced", fill: "#f0e442" },
   STEP: { sample: "step", means: "optimizer's step", fill: "#777777" },
 } satisfies Record<string, Tone>;

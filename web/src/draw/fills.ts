@@ -1,6 +1,6 @@
 import type { View } from "../core/types.ts";
 import { structureOf } from "../state/structure.ts";
-import { chunkFill, hex, inkOn, microbatchFill, rgb, TONES } from "./colours.ts";
+import { chunkFill, hex, inkOn, microbatchFill, mixed, rgb, TONES } from "./colours.ts";
 
 export type ColourBy = "kind" | "microbatch";
 
@@ -18,15 +18,15 @@ export class Fills {
     private readonly view: View,
     private readonly by: ColourBy,
   ) {
-    this.table = by === "kind" ? kindTable(view) : Array.from({ length: view.microbatches }, (_, m) => microbatchFill(m, view.microbatches));
+    this.table = by === "kind" ? kindTable(view) : Array.from({ length: view.unitCount }, (_, unit) => unitFill(view, unit));
   }
 
   of(entry: number): string {
-    const { kind, stage, microbatch } = this.view.entries;
+    const { kind, stage, unit } = this.view.entries;
     if (kind[entry] > 3) return otherFill(this.view.kinds[kind[entry]]);
-    if (this.by === "microbatch") return this.table[microbatch[entry]] ?? TONES.STEP.fill;
+    if (this.by === "microbatch") return this.table[unit[entry]] ?? TONES.STEP.fill;
     const { chunk, chunks } = structureOf(this.view);
-    return this.table[kind[entry] * chunks + (chunk[microbatch[entry] % chunk.length]?.[stage[entry]] ?? 0)];
+    return this.table[kind[entry] * chunks + (chunk[unit[entry] % chunk.length]?.[stage[entry]] ?? 0)];
   }
 
   /** Adds a colour with a weight, for what is too small to be drawn by itself. */
@@ -54,6 +54,12 @@ export class Fills {
   }
 }
 
+/** The colour of a microbatch; its later slices are lighter. */
+function unitFill({ microbatches, slices }: View, unit: number): string {
+  const fill = microbatchFill(Math.floor(unit / slices), microbatches);
+  return slices > 1 ? mixed(fill, (0.45 * (unit % slices)) / (slices - 1)) : fill;
+}
+
 function kindTable(view: View): string[] {
   const { chunks } = structureOf(view);
   return ["F", "B", "I", "W"].flatMap((kind) => Array.from({ length: chunks }, (_, chunk) => chunkFill(kind, chunk, chunks)));
@@ -61,5 +67,6 @@ function kindTable(view: View): string[] {
 
 function otherFill(kind: string): string {
   if (kind.includes("SEND")) return TONES.SEND.fill;
+  if (kind === "OFFLOAD" || kind === "RELOAD") return kind === "OFFLOAD" ? TONES.OUT.fill : TONES.BACK.fill;
   return kind.startsWith("RECV") ? RECEIVE : TONES.SHARD.fill;
 }

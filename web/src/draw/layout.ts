@@ -1,5 +1,5 @@
-// Where everything stands: a row a rank with a lane for computation, thin lanes for its channels and collectives, and a strip
-// for memory. Heights are those of the content, which may be higher than the window that shows it.
+// Where everything stands: one row per rank with a lane for computation, thin lanes for its waits, channels, collectives and copies, and
+// strips for memory. Heights are those of the content, which may be higher than the window that shows it.
 
 export interface Strip {
   top: number;
@@ -16,9 +16,16 @@ export interface Row extends Strip {
   compute: Strip;
   /** The recorded run, below what was predicted. */
   measured: Strip | null;
+  /** Waits for sends and reductions. */
+  waits: Strip | null;
   lanes: ChannelLane[];
   collectives: Strip | null;
+  /** Copies to the host, and back. */
+  out: Strip | null;
+  back: Strip | null;
   memory: Strip | null;
+  /** What the host holds of the rank. */
+  host: Strip | null;
 }
 
 export interface PanelPlace extends Strip {
@@ -40,6 +47,11 @@ export interface PanelShape {
   collectives: boolean;
   memory: boolean;
   measured?: boolean;
+  waits?: boolean;
+  /** Of each rank: whether it copies activations to the host or back. */
+  copies?: boolean[];
+  /** Whether what the host holds is shown of ranks that copy. */
+  host?: boolean;
 }
 
 export const AXIS = 28;
@@ -59,6 +71,11 @@ export function layOut(shapes: PanelShape[], width: number, room: number): Layou
   return made;
 }
 
+/** The room for the names of ranks, in pixels. */
+export function gutterOf(width: number): number {
+  return width < 560 ? 44 : 68;
+}
+
 function scaled(shapes: PanelShape[], width: number, scale: number): Layout {
   const panels: PanelPlace[] = [];
   let top = 0;
@@ -74,7 +91,7 @@ function scaled(shapes: PanelShape[], width: number, scale: number): Layout {
     panels.push({ top: from, height: top - from, rows });
     top += MARGIN;
   });
-  return { width, gutter: width < 560 ? 44 : 68, axis: AXIS, panels, height: top };
+  return { width, gutter: gutterOf(width), axis: AXIS, panels, height: top };
 }
 
 function rowAt(top: number, panel: number, rank: number, channels: number[], shape: PanelShape, scale: number): Row {
@@ -83,13 +100,23 @@ function rowAt(top: number, panel: number, rank: number, channels: number[], sha
   const compute = { top, height: bounded(30 * scale, 9, 40) };
   const measured = shape.measured ? { top: compute.top + compute.height + 1, height: bounded(22 * scale, 7, 30) } : null;
   let at = (measured ?? compute).top + (measured ?? compute).height + 1;
+  const strip = (wanted: boolean | undefined, height: number, apart: number): Strip | null => {
+    if (!wanted) return null;
+    const made = { top: at, height };
+    at += height + apart;
+    return made;
+  };
+  const waits = strip(shape.waits, thin, pitch - thin);
   const lanes = channels.map((channel, k) => ({ channel, top: at + k * pitch, height: thin }));
   at += channels.length * pitch;
-  const collectives = shape.collectives ? { top: at, height: thin + 2 } : null;
-  at += collectives ? thin + 3 : 0;
-  const memory = shape.memory ? { top: at + 2, height: bounded(32 * scale, 11, 44) } : null;
-  const bottom = memory ? memory.top + memory.height : at;
-  return { panel, rank, top, height: bottom - top, compute, measured, lanes, collectives, memory };
+  const collectives = strip(shape.collectives, thin + 2, 1);
+  const copies = shape.copies?.[rank];
+  const out = strip(copies, thin + 2, 1);
+  const back = strip(copies, thin + 2, 1);
+  at += shape.memory ? 2 : 0;
+  const memory = strip(shape.memory, bounded(32 * scale, 11, 44), shape.host && copies ? 2 : 0);
+  const host = strip(shape.host && copies, bounded(20 * scale, 8, 28), 0);
+  return { panel, rank, top, height: at - top, compute, measured, waits, lanes, collectives, out, back, memory, host };
 }
 
 function bounded(value: number, least: number, most: number): number {
@@ -100,8 +127,7 @@ export type Part =
   | { what: "compute" }
   | { what: "measured" }
   | { what: "channel"; channel: number }
-  | { what: "collectives" }
-  | { what: "memory" };
+  | { what: "waits" | "collectives" | "out" | "back" | "memory" | "host" };
 
 /** The row and the part of it at a height, the nearest part within the row. */
 export function partAt(layout: Layout, y: number): { row: Row; part: Part } | null {
@@ -114,9 +140,13 @@ export function partAt(layout: Layout, y: number): { row: Row; part: Part } | nu
 }
 
 function partOf(row: Row, y: number): Part {
-  if (row.memory && y >= row.memory.top) return { what: "memory" };
-  if (row.collectives && y >= row.collectives.top) return { what: "collectives" };
-  if (row.measured && y >= row.measured.top && y < row.measured.top + row.measured.height) return { what: "measured" };
+  for (const what of ["host", "memory", "back", "out", "collectives"] as const) {
+    const strip = row[what];
+    if (strip && y >= strip.top) return { what };
+  }
+  const within = (strip: Strip | null): boolean => strip !== null && y >= strip.top && y < strip.top + strip.height;
+  if (within(row.measured)) return { what: "measured" };
+  if (within(row.waits)) return { what: "waits" };
   const lane = row.lanes.find((each) => y >= each.top && y <= each.top + each.height);
   return lane ? { what: "channel", channel: lane.channel } : { what: "compute" };
 }

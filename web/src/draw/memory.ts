@@ -1,3 +1,4 @@
+import type { Curve } from "../core/types.ts";
 import type { Shown } from "../state/shown.ts";
 import type { Paper } from "./colours.ts";
 import type { Row, Strip } from "./layout.ts";
@@ -20,14 +21,23 @@ export function memoryTop(panels: Shown[], limit: Limit): number {
   return Math.max(peak, near) * 1.08 || 1;
 }
 
-/** What a rank holds over time, what it may hold, and the moment of its peak. */
-export function paintMemory(pen: Pen, shown: Shown, row: Row, scale: Scale, paper: Paper, limit: Limit, top: number): void {
-  const strip = row.memory;
-  if (!strip || !shown.timed) return;
-  const curve = shown.memory.ranks[row.rank];
+/** The host memory at the top of every strip. */
+export function hostTop(panels: Shown[]): number {
+  const peaks = panels.flatMap((shown) => (shown.timed ? (shown.memory.host ?? []).map((curve) => curve.peak) : []));
+  return Math.max(0, ...peaks) * 1.08 || 1;
+}
+
+/** The strips of a rank: what it holds over time, what it may hold, and the moment of its peak; and what the host holds of it. */
+export function paintMemory(pen: Pen, shown: Shown, row: Row, scale: Scale, paper: Paper, limit: Limit, top: number, host: number): void {
+  if (!shown.timed) return;
+  if (row.memory) paintCurve(pen, shown, shown.memory.ranks[row.rank], row.memory, scale, paper, limitOf(limit, row.rank), top);
+  const curve = shown.memory.host?.[row.rank];
+  if (row.host && curve) paintCurve(pen, shown, curve, row.host, scale, paper, null, host);
+}
+
+function paintCurve(pen: Pen, shown: Shown, curve: Curve, strip: Strip, scale: Scale, paper: Paper, most: number | null, top: number): void {
   const bottom = strip.top + strip.height;
   const toY = (value: number): number => bottom - (value / top) * strip.height;
-  const most = limitOf(limit, row.rank);
   pen.rect(scale.left, strip.top, scale.width, strip.height, paper.idle);
   const { x, value } = stepsOn(curve.times, curve.total, scale);
   const points: number[] = [];
@@ -40,20 +50,19 @@ export function paintMemory(pen: Pen, shown: Shown, row: Row, scale: Scale, pape
   pen.line(points, paper.memoryLine, 1);
   if (curve.fixed > 0) pen.line([scale.left, toY(curve.fixed), end, toY(curve.fixed)], paper.memoryLine, 0.5, true);
   if (most !== null && most <= top) pen.line([scale.left, toY(most), scale.left + scale.width, toY(most)], paper.alarm, 1, true);
-  paintPeak(pen, shown, row.rank, strip, scale, paper, toY, most);
+  paintPeak(pen, shown, curve, strip, scale, paper, toY, most);
 }
 
 function paintPeak(
   pen: Pen,
   shown: Shown,
-  rank: number,
+  { peak, peakTime }: Curve,
   strip: Strip,
   scale: Scale,
   paper: Paper,
   toY: (value: number) => number,
   limit: number | null,
 ): void {
-  const { peak, peakTime } = shown.memory.ranks[rank];
   if (peakTime < scale.from || peakTime > scale.to || peak <= 0) return;
   const over = limit !== null && peak > limit;
   const colour = over ? paper.alarm : paper.memoryLine;

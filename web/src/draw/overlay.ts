@@ -3,11 +3,11 @@ import { makerOf, relatedOf } from "../state/related.ts";
 import type { Shown } from "../state/shown.ts";
 import type { Pen } from "./pen.ts";
 import { endsOf, paintWaits } from "./cycle.ts";
-import { paintAction, channelFill } from "./rows.ts";
+import { besideFill, channelFill, labelsOf, paintAction, paintMeasuredAction, pixelsOf } from "./rows.ts";
 import { fills, shifted, type Scene } from "./scene.ts";
 import type { Strip } from "./layout.ts";
 import { toX } from "./span.ts";
-import { boxOf, type Box, type Place, type Target } from "./target.ts";
+import { boxOf, nodeTarget, type Box, type Place, type Target } from "./target.ts";
 import { boxAt } from "./visible.ts";
 
 const VEIL = 0.62;
@@ -121,7 +121,8 @@ function paintDrag(pen: Pen, scene: Scene, { ghost, broken }: NonNullable<Pointe
   pen.rect(box.x, box.top - 4, box.width, box.height + 8, scene.paper.paper, 0.5);
   if (shown.view.nodes === ghost.view.nodes) {
     const drawn = ghost.view === shown.view ? shown : shown.like(ghost.view);
-    paintAction(pen, drawn, node, { top: box.top - 4, height: box.height }, box.x, box.width, fills(drawn, scene.colourBy));
+    const labels = labelsOf(shown, pixelsOf(scene.scale), box.height);
+    paintAction(pen, drawn, node, { top: box.top - 4, height: box.height }, box.x, box.width, fills(drawn, scene.colourBy), labels);
   }
   pen.frame(box.x - 1, box.top - 5, box.width + 1, box.height + 2, colour, 2.5);
 }
@@ -153,7 +154,7 @@ function paintSelected(pen: Pen, scene: Scene, target: Target, veiled: boolean):
 }
 
 function paintHovered(pen: Pen, scene: Scene, target: Target, related: boolean): void {
-  if (target.what === "memory") {
+  if (target.what === "memory" || target.what === "host") {
     const box = boxOf(scene, target);
     pen.line([box.x, box.top, box.x, box.top + box.height], scene.paper.ink, 1);
     return;
@@ -179,11 +180,11 @@ function paintRelations(pen: Pen, scene: Scene, target: Target): void {
     arrow(pen, scene, panel, ends[0], ends[1], paper.accent);
     return;
   }
-  if (target.what !== "action") return;
+  if (!isNode(target)) return;
   const { view } = scene.panels[panel];
   const { needs, unblocks } = relatedOf(view, target.index);
   for (const link of [...needs, ...unblocks]) {
-    redraw(pen, scene, { what: "action", panel, index: link.node });
+    redraw(pen, scene, nodeTarget(view, panel, link.node));
     if (link.message >= 0) redraw(pen, scene, { what: "message", panel, index: link.message });
   }
   for (const link of needs) related(pen, scene, panel, link.node, target.index, link.message, paper.needs, link.node);
@@ -200,7 +201,7 @@ function related(
   colour: string,
   other: number,
 ): void {
-  const box = boxOf(scene, { what: "action", panel, index: other });
+  const box = boxOf(scene, nodeTarget(scene.panels[panel].view, panel, other));
   pen.frame(box.x, box.top, Math.max(2, box.width - 1), box.height, colour, 2);
   if (message >= 0) arrow(pen, scene, panel, from, to, colour);
 }
@@ -208,10 +209,10 @@ function related(
 /** Where a target, what it is related to and the arrows between them are drawn: what a note about it must not cover. */
 export function footprint(place: Place, target: Target): Box[] {
   const { view } = place.panels[target.panel];
-  const action = (index: number): Box => boxOf(place, { what: "action", panel: target.panel, index });
+  const action = (index: number): Box => boxOf(place, nodeTarget(view, target.panel, index));
   const own = boxOf(place, target);
   if (target.what === "message") return [own, ...along(action(makerOf(view, target.index)), action(view.graph.user[target.index]))];
-  if (target.what !== "action") return [own];
+  if (!isNode(target)) return [own];
   const { needs, unblocks } = relatedOf(view, target.index);
   return [
     own,
@@ -247,8 +248,18 @@ function arrow(pen: Pen, scene: Scene, panel: number, from: number, to: number, 
 function redraw(pen: Pen, scene: Scene, target: Target): void {
   const shown: Shown = scene.panels[target.panel];
   const box = boxOf(scene, target);
-  if (target.what === "action") paintAction(pen, shown, target.index, box, box.x, box.width, fills(shown, scene.colourBy));
+  const pixels = pixelsOf(scene.scale);
+  if (target.what === "action") paintAction(pen, shown, target.index, box, box.x, box.width, fills(shown, scene.colourBy), labelsOf(shown, pixels, box.height));
+  if (target.what === "measured" && shown.beside) {
+    paintMeasuredAction(pen, shown, target.index, box, box.x, box.width, scene.paper, labelsOf(shown.beside, pixels, box.height));
+  }
   if (target.what === "message") {
     pen.rect(box.x, box.top, box.width, box.height, channelFill(shown, shown.view.messages.channel[target.index]));
   }
+  if (target.what === "collective" || target.what === "wait") pen.rect(box.x, box.top, box.width, box.height, besideFill(shown, target.index, scene.paper));
+}
+
+/** Whether a target is an action, or what one starts beside the computation: it has needs, and others need it. */
+function isNode(target: Target): target is Extract<Target, { what: "action" | "collective" | "wait" }> {
+  return target.what === "action" || target.what === "collective" || target.what === "wait";
 }

@@ -1,7 +1,8 @@
-import { entryText } from "../core/text.ts";
+import { isCompute, isWait, OFFLOAD, RELOAD } from "../core/kinds.ts";
+import { entryText, unitText } from "../core/text.ts";
 import type { Shown } from "../state/shown.ts";
 import { lengthDifference } from "../state/differences.ts";
-import { blended, TONES, type Paper } from "./colours.ts";
+import { blended, inkOn, TONES, type Paper } from "./colours.ts";
 import type { Fills } from "./fills.ts";
 import type { Row, Strip } from "./layout.ts";
 import type { Pen } from "./pen.ts";
@@ -10,12 +11,45 @@ import { visit, type Lane } from "./visible.ts";
 
 /** Of the size: the width of a digit or letter, near enough to say whether a label fits. */
 const CHARACTER = 0.62;
+const LARGEST = 11;
+/** The smallest size of a whole name, and of a number. */
+const LEAST_NAME = 9;
+const LEAST = 7;
+
+/** What stands on the actions of a chart, all of them alike: whole names, microbatches or nothing; and in which size. */
+export interface Labels {
+  form: "names" | "microbatches" | "none";
+  size: number;
+}
+
+/** What fits the shorter actions of a chart with so many pixels per unit of time and so high a lane. */
+export function labelsOf(shown: Shown, pixels: number, height: number): Labels {
+  const { stages, unitCount, slices } = shown.view;
+  const digits = unitText(unitCount - 1, slices).length;
+  const highest = Math.min(LARGEST, Math.floor((height / shown.structure.parts) * 0.62));
+  const fitting = (characters: number): number => Math.min(highest, Math.floor(roomIn(shown.short * pixels) / (characters * CHARACTER)));
+  const named = fitting(String(stages - 1).length + 1 + digits);
+  if (named >= LEAST_NAME) return { form: "names", size: named };
+  const size = fitting(digits);
+  return size >= LEAST ? { form: "microbatches", size } : { form: "none", size };
+}
+
+/** The room for text in a box. */
+function roomIn(width: number): number {
+  return width - Math.min(2, 0.15 * width);
+}
+
+/** The pixels of a unit of time. */
+export function pixelsOf(scale: Scale): number {
+  return scale.width / (scale.to - scale.from);
+}
 
 /** The computation of one rank. */
 export function paintCompute(pen: Pen, shown: Shown, row: Row, scale: Scale, fills: Fills): void {
   const { at } = shown.view.entries;
+  const labels = labelsOf(shown, pixelsOf(scale), row.compute.height);
   visit(shown.computeLane(row.rank), scale, {
-    box: (node, x, width) => paintAction(pen, shown, node, row.compute, x, width, fills),
+    box: (node, x, width) => paintAction(pen, shown, node, row.compute, x, width, fills, labels),
     small: (node, width) => fills.add(at[node], Math.max(width, 1e-9)),
     column: (x, filled) => pen.rect(x, row.compute.top, 1, row.compute.height, fills.mean(), Math.max(0.2, filled)),
   });
@@ -39,8 +73,8 @@ function paintSlots(pen: Pen, shown: Shown, row: Row, scale: Scale): void {
   }
 }
 
-/** One action: a box, or one below the other for what runs together, with as much of its name as fits. */
-export function paintAction(pen: Pen, shown: Shown, node: number, strip: Strip, x: number, width: number, fills: Fills): void {
+/** One action: a box, or one below the other for what runs together, with its label if that fits. */
+export function paintAction(pen: Pen, shown: Shown, node: number, strip: Strip, x: number, width: number, fills: Fills, labels: Labels): void {
   const { at } = shown.view.entries;
   const parts = at[node + 1] - at[node];
   const height = strip.height / parts;
@@ -50,41 +84,43 @@ export function paintAction(pen: Pen, shown: Shown, node: number, strip: Strip, 
     const fill = fills.of(entry);
     const top = strip.top + part * height;
     pen.rect(x, top, width - seam, height - (part < parts - 1 ? 0.5 : 0), fill);
-    const size = Math.min(LARGEST, Math.floor(height * 0.62));
-    if (size < 7 || width < 9) continue;
-    const text = labelFor(shown, entry, width - 3, size, width / Math.max(shown.timing.end[node] - shown.timing.start[node], 1e-300));
-    if (text) pen.text(x + (width - seam) / 2, top + height / 2 + 0.5, text, { fill: fills.inkOn(fill), size, align: "center" });
+    const text = labelFor(shown, entry, width, labels);
+    if (text) pen.text(x + (width - seam) / 2, top + height / 2 + 0.5, text, { fill: fills.inkOn(fill), size: labels.size, align: "center" });
   }
 }
 
-const LARGEST = 11;
-
-/** What fits the shortest action of a chart with so many pixels per unit of time: all actions are named alike. */
-export function labelForm(shown: Shown, unit: number, size = LARGEST): "names" | "microbatches" | "none" {
-  const { stages, microbatches } = shown.view;
-  const digits = String(microbatches - 1).length;
-  const room = shown.shortest * unit - 4;
-  if ((String(stages - 1).length + 1 + digits) * size * CHARACTER <= room) return "names";
-  return digits * size * CHARACTER <= room ? "microbatches" : "none";
-}
-
-/** An action's label in the form of its chart; a longer action keeps its microbatch where the shortest has room for none. */
-function labelFor(shown: Shown, entry: number, room: number, size: number, unit: number): string {
-  const { entries, kinds } = shown.view;
-  const isCompute = kinds[entries.kind[entry]].length === 1;
-  const text = !isCompute || labelForm(shown, unit, size) === "names" ? entryText(shown.view, entry) : String(entries.microbatch[entry]);
-  return text.length * size * CHARACTER <= room ? text : "";
+/** An entry's label in the form of its chart; empty if it does not fit. */
+function labelFor(shown: Shown, entry: number, width: number, { form, size }: Labels): string {
+  if (form === "none") return "";
+  const { entries, slices } = shown.view;
+  const short = form === "microbatches" && isCompute(entries.kind[entry]);
+  const text = short ? unitText(entries.unit[entry], slices) : entryText(shown.view, entry);
+  return text.length * size * CHARACTER <= roomIn(width) ? text : "";
 }
 
 /** The recorded run of one rank below its prediction: what takes longer in one colour, what takes shorter in the other. */
 export function paintMeasured(pen: Pen, shown: Shown, row: Row, scale: Scale, paper: Paper): void {
   const strip = row.measured;
   if (!strip || !shown.beside) return;
+  const labels = labelsOf(shown.beside, pixelsOf(scale), strip.height);
   pen.rect(scale.left, strip.top, scale.width, strip.height, paper.idle);
   visit(shown.beside.computeLane(row.rank), scale, {
-    box: (node, x, width) => pen.rect(x, strip.top, width > 3 ? width - 0.75 : width, strip.height, differenceFill(shown, node, paper)),
+    box: (node, x, width) => paintMeasuredAction(pen, shown, node, strip, x, width, paper, labels),
     small: () => undefined,
     column: (x, filled) => pen.rect(x, strip.top, 1, strip.height, paper.soft, Math.max(0.2, filled)),
+  });
+}
+
+/** One action of a recorded run. */
+export function paintMeasuredAction(pen: Pen, shown: Shown, node: number, strip: Strip, x: number, width: number, paper: Paper, labels: Labels): void {
+  const { at } = shown.view.entries;
+  const fill = differenceFill(shown, node, paper);
+  const seam = width > 3 ? 0.75 : 0;
+  pen.rect(x, strip.top, width - seam, strip.height, fill);
+  const parts = Array.from({ length: at[node + 1] - at[node] }, (_, part) => labelFor(shown, at[node] + part, width, labels));
+  const height = strip.height / parts.length;
+  parts.forEach((text, part) => {
+    if (text) pen.text(x + (width - seam) / 2, strip.top + (part + 0.5) * height + 0.5, text, { fill: inkOn(fill), size: labels.size, align: "center" });
   });
 }
 
@@ -109,18 +145,28 @@ export function optimizerSpan(shown: Shown, rank: number): { start: number; end:
   return { start: end - shown.timing.optimizer[rank], end };
 }
 
-/** Messages on the channels that leave a rank; forward and backward ones in the colours of what they carry. */
+/** What runs beside the computation: waits, messages on the channels that leave the rank, collectives and copies. */
 export function paintLanes(pen: Pen, shown: Shown, row: Row, scale: Scale, paper: Paper): void {
   for (const lane of row.lanes) {
     const fill = channelFill(shown, lane.channel);
     pen.rect(scale.left, lane.top + lane.height - 0.5, scale.width, 0.5, paper.faint);
     paintThin(pen, shown.channelLane(lane.channel), lane, scale, fill);
   }
-  if (row.collectives) paintThin(pen, shown.collectiveLane(row.rank), row.collectives, scale, TONES.SHARD.fill);
+  if (row.waits) paintThin(pen, shown.waitLane(row.rank), row.waits, scale, paper.soft);
+  if (row.collectives) paintThin(pen, shown.besideLane("collectives", row.rank), row.collectives, scale, TONES.SHARD.fill);
+  if (row.out) paintThin(pen, shown.besideLane("out", row.rank), row.out, scale, TONES.OUT.fill);
+  if (row.back) paintThin(pen, shown.besideLane("back", row.rank), row.back, scale, TONES.BACK.fill);
+}
+
+/** The colour of what a node starts beside the computation, or of the wait that it is. */
+export function besideFill(shown: Shown, node: number, paper: Paper): string {
+  const kind = shown.view.entries.kind[shown.view.entries.at[node]];
+  if (isWait(kind)) return paper.soft;
+  return kind === OFFLOAD ? TONES.OUT.fill : kind === RELOAD ? TONES.BACK.fill : TONES.SHARD.fill;
 }
 
 export function channelFill(shown: Shown, channel: number): string {
-  return shown.view.channels[channel][2] === "SEND_F" ? TONES.SEND.fill : "#c9a26b";
+  return shown.view.channels[channel][2] === "SEND_F" ? TONES.SEND.fill : TONES.GRADIENT.fill;
 }
 
 /** Thin boxes of one colour; what takes no time is a tick. */

@@ -3,7 +3,7 @@ import { paintAxis } from "./axis.ts";
 import type { Paper } from "./colours.ts";
 import { Fills, type ColourBy } from "./fills.ts";
 import type { Layout, Row } from "./layout.ts";
-import { memoryTop, paintMemory, type Limit } from "./memory.ts";
+import { hostTop, memoryTop, paintMemory, type Limit } from "./memory.ts";
 import type { Pen } from "./pen.ts";
 import { paintCompute, paintLanes, paintMeasured } from "./rows.ts";
 import { percent, toX, type Scale } from "./span.ts";
@@ -60,7 +60,7 @@ export function shifted(pen: Pen, scene: Scene, body: (pen: Pen) => void): void 
 }
 
 function paintPanels(pen: Pen, scene: Scene): void {
-  const top = scene.whole ? memoryTop(scene.panels, scene.limit) : 0;
+  const [top, host] = scene.whole ? [memoryTop(scene.panels, scene.limit), hostTop(scene.panels)] : [0, 0];
   scene.layout.panels.forEach((place, panel) => {
     const shown = scene.panels[panel];
     if (scene.panels.length > 1) paintTitle(pen, scene, panel);
@@ -72,7 +72,7 @@ function paintPanels(pen: Pen, scene: Scene): void {
         paintCompute(pen, shown, row, scene.scale, fills(shown, scene.colourBy));
         paintMeasured(pen, shown, row, scene.scale, scene.paper);
         if (shown.timed) paintLanes(pen, shown, row, scene.scale, scene.paper);
-        if (scene.whole) paintMemory(pen, shown, row, scene.scale, scene.paper, scene.limit, top);
+        if (scene.whole) paintMemory(pen, shown, row, scene.scale, scene.paper, scene.limit, top, host);
       });
       paintFindings(pen, scene, row);
     }
@@ -108,9 +108,11 @@ function paintLabel(pen: Pen, scene: Scene, row: Row): void {
   if (row.measured && row.measured.height >= 9 && layout.gutter >= 60) {
     pen.text(10, row.measured.top + row.measured.height / 2, "measured", { fill: paper.soft, size: 10 });
   }
-  if (row.memory && row.memory.height >= 18 && layout.gutter >= 60) {
-    pen.text(10, row.memory.top + row.memory.height / 2, "memory", { fill: paper.soft, size: 10 });
+  for (const name of ["memory", "host"] as const) {
+    const strip = row[name];
+    if (strip && strip.height >= 10 && layout.gutter >= 60) pen.text(10, strip.top + strip.height / 2, name, { fill: paper.soft, size: 10 });
   }
+  if (row.out && row.back && row.out.height >= 5 && layout.gutter >= 60) pen.text(10, row.back.top, "copies", { fill: paper.soft, size: 10 });
 }
 
 /** A frame around each place at which the verifier found something; dashed where nothing stands. */

@@ -1,3 +1,5 @@
+import { isWait, OFFLOAD, RELOAD } from "../core/kinds.ts";
+import type { View } from "../core/types.ts";
 import type { Shown } from "../state/shown.ts";
 import { rowOf, type Layout, type Row, type Strip, partAt } from "./layout.ts";
 import { optimizerSpan } from "./rows.ts";
@@ -10,10 +12,12 @@ export type Target =
   | { what: "measured"; panel: number; index: number }
   | { what: "message"; panel: number; index: number }
   | { what: "collective"; panel: number; index: number }
+  | { what: "wait"; panel: number; index: number }
   | { what: "finding"; panel: number; index: number }
   | { what: "optimizer"; panel: number; rank: number }
   | { what: "gap"; panel: number; rank: number; time: number }
-  | { what: "memory"; panel: number; rank: number; time: number };
+  | { what: "memory"; panel: number; rank: number; time: number }
+  | { what: "host"; panel: number; rank: number; time: number };
 
 export interface Place {
   layout: Layout;
@@ -32,10 +36,11 @@ export function targetAt(place: Place, x: number, y: number): Target | null {
   const shown = place.panels[row.panel];
   const time = toTime(place.scale, x);
   const reach = (REACH * (place.scale.to - place.scale.from)) / place.scale.width;
-  if (part.what === "memory") return time <= shown.length ? { what: "memory", panel: row.panel, rank: row.rank, time } : null;
+  if (part.what === "memory" || part.what === "host") return time <= shown.length ? { what: part.what, panel: row.panel, rank: row.rank, time } : null;
   if (part.what === "measured") return shown.beside ? named("measured", row.panel, boxAt(shown.beside.computeLane(row.rank), time)) : null;
   if (part.what === "channel") return named("message", row.panel, boxAt(shown.channelLane(part.channel), time, reach));
-  if (part.what === "collectives") return named("collective", row.panel, boxAt(shown.collectiveLane(row.rank), time, reach));
+  if (part.what === "waits") return named("wait", row.panel, boxAt(shown.waitLane(row.rank), time, reach));
+  if (part.what !== "compute") return named("collective", row.panel, boxAt(shown.besideLane(part.what, row.rank), time, reach));
   return computeAt(shown, row, time);
 }
 
@@ -56,7 +61,14 @@ export function findingAt(shown: Shown, rank: number, step: number): number {
   return shown.view.findings.findIndex((each) => each.rank === rank && each.step === step);
 }
 
-function named(what: "measured" | "message" | "collective", panel: number, index: number): Target | null {
+/** A node on screen: its action, or what it starts beside the computation. */
+export function nodeTarget(view: View, panel: number, node: number): Target {
+  const kind = view.entries.kind[view.entries.at[node]];
+  const what = isWait(kind) ? "wait" : view.timed && view.graph.collective[node] ? "collective" : "action";
+  return { what, panel, index: node };
+}
+
+function named(what: "measured" | "message" | "collective" | "wait", panel: number, index: number): Target | null {
   return index < 0 ? null : { what, panel, index };
 }
 
@@ -85,8 +97,9 @@ export function boxOf(place: Place, target: Target): Box {
   const row = rowOf(place.layout, target.panel, rank);
   if (target.what === "measured" && shown.beside) return at(row.measured ?? row.compute, shown.beside.timing.start[target.index], shown.beside.timing.end[target.index]);
   if (target.what === "action") return at(row.compute, start[target.index], end[target.index]);
-  if (target.what === "collective") return at(row.collectives ?? row.compute, collectiveStart[target.index], collectiveEnd[target.index]);
-  if (target.what === "memory") return at(row.memory ?? row.compute, target.time, target.time);
+  if (target.what === "collective") return at(besideStrip(row, shown.view, target.index), collectiveStart[target.index], collectiveEnd[target.index]);
+  if (target.what === "wait") return at(row.waits ?? row.compute, shown.waited[target.index], start[target.index]);
+  if (target.what === "memory" || target.what === "host") return at(row[target.what] ?? row.compute, target.time, target.time);
   if (target.what === "measured") return at(row.compute, start[target.index], end[target.index]);
   if (target.what === "optimizer") {
     const step = optimizerSpan(shown, rank);
@@ -94,6 +107,13 @@ export function boxOf(place: Place, target: Target): Box {
   }
   const gap = shown.gapAt(rank, target.time);
   return at(row.compute, gap?.start ?? target.time, gap?.end ?? target.time);
+}
+
+/** Where the collective or copy of a node runs; the end of its rank's row if such lanes are not shown. */
+function besideStrip(row: Row, view: View, node: number): Strip {
+  const kind = view.entries.kind[view.entries.at[node]];
+  const strip = kind === OFFLOAD ? row.out : kind === RELOAD ? row.back : row.collectives;
+  return strip ?? { top: row.compute.top + row.compute.height - 2, height: 4 };
 }
 
 /** A message's lane, or its sender's row where lanes are not shown. */

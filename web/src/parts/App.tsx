@@ -73,7 +73,7 @@ function TimelinePart({ loader, stage, themes }: { loader: Loader; stage: Stage;
             <>
               <Toolbar stage={stage} />
               <Chart stage={stage} />
-              <Legend themes={themes} />
+              <Legend themes={themes} stage={stage} />
             </>
           ) : (
             <Waiting />

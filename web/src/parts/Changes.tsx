@@ -67,8 +67,8 @@ function Everywhere() {
   const [full, parts] = [view.entries.kind.includes(1), view.entries.kind.includes(2)];
   return (
     <div class="row">
-      {full && <button onClick={() => studio.change({ what: "split", stage: null, microbatch: null })}>Split every B</button>}
-      {parts && <button onClick={() => studio.change({ what: "merge", stage: null, microbatch: null })}>Merge every I and W</button>}
+      {full && <button onClick={() => studio.change({ what: "split", stage: null, unit: null })}>Split every B</button>}
+      {parts && <button onClick={() => studio.change({ what: "merge", stage: null, unit: null })}>Merge every I and W</button>}
     </div>
   );
 }

@@ -37,6 +37,7 @@ function Schedule({ loader }: { loader: Loader }) {
     chunks: null,
     options: {},
     form: view?.lowered ? "program" : "schedule",
+    offload: "",
   };
   const info = schedules.value.find((each) => each.name === shown.schedule);
   const change = (patch: Partial<Choice>): void => void loader.choose({ ...shown, ...patch }, other.value);
@@ -53,19 +54,30 @@ function Schedule({ loader }: { loader: Loader }) {
       {info && <p class="quiet small">{info.summary}</p>}
       <NumberField label="Ranks" value={shown.ranks} disabled={fixed} change={(ranks) => change({ ranks })} />
       <NumberField label="Microbatches" value={shown.microbatches} disabled={fixed} change={(microbatches) => change({ microbatches })} />
+      {fixed && view && view.slices > 1 && <NumberField label="Slices" value={view.slices} disabled change={() => undefined} />}
       {info && !info.chunks.fixed && (
         <NumberField label="Chunks per rank" value={shown.chunks ?? info.chunks.default} least={info.chunks.step} step={info.chunks.step} change={(chunks) => change({ chunks })} />
       )}
       {info && <Options info={info} options={shown.options} change={(options) => change({ options })} />}
       <Field label="As a">
-        <select value={shown.form} disabled={fixed} onChange={(event) => change({ form: event.currentTarget.value as Form })}>
+        <select value={shown.form} disabled={fixed} onChange={(event) => change(ofForm(event.currentTarget.value as Form))}>
           {FORMS.map((form) => <option key={form} value={form}>{FORM_NAMES[form]}</option>)}
         </select>
       </Field>
+      {!fixed && shown.form !== "schedule" && (
+        <Field label="Offload, %">
+          <input value={shown.offload} placeholder="none" title="The share of each rank's activations that is moved to host memory until their backward; 100+50+0 for one per rank" onChange={(event) => change({ offload: event.currentTarget.value.trim() })} />
+        </Field>
+      )}
       <Limit loader={loader} />
       {fixed && view && !offline && <p class="quiet small">Opened from {view.source.kind === "plan" ? "a plan" : view.source.name}. Choose a schedule to make a new one.</p>}
     </fieldset>
   );
+}
+
+/** A schedule that is not lowered moves nothing. */
+function ofForm(form: Form): Partial<Choice> {
+  return form === "schedule" ? { form, offload: "" } : { form };
 }
 
 function Options({ info, options, change }: { info: ScheduleInfo; options: Record<string, Option>; change: (options: Record<string, Option>) => void }) {
@@ -78,7 +90,7 @@ function Options({ info, options, change }: { info: ScheduleInfo; options: Recor
   return (
     <>
       {info.options.filter(({ name }) => name !== "memory_limit").map(({ name, type, default: usual }) => (
-        <Field key={name} label={name.replace(/_/g, " ")}>
+        <Field key={name} label={labelOf(name)}>
           {type === "bool" ? (
             <input type="checkbox" checked={Boolean(options[name] ?? usual)} onChange={(event) => set(name, event.currentTarget.checked)} />
           ) : (
@@ -88,6 +100,12 @@ function Options({ info, options, change }: { info: ScheduleInfo; options: Recor
       ))}
     </>
   );
+}
+
+/** An option's name as a label: `group_size` is Group size. */
+function labelOf(name: string): string {
+  const words = name.replace(/_/g, " ");
+  return words.charAt(0).toUpperCase() + words.slice(1);
 }
 
 function read(text: string, type: string): Option | null {

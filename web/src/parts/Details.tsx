@@ -1,6 +1,6 @@
 import { actionText, entryText } from "../core/index.ts";
 import type { Link } from "../core/index.ts";
-import type { Target } from "../draw/target.ts";
+import { nodeTarget, type Target } from "../draw/target.ts";
 import { makerOf, relatedOf } from "../state/related.ts";
 import type { Shown } from "../state/shown.ts";
 import { useStudio } from "../state/studio.ts";
@@ -50,7 +50,7 @@ function Selected({ shown, target, go }: { shown: Shown; target: Target; go: (ta
         ))}
       </dl>
       {target.what === "action" && target.panel === 0 && studio.editing.mode.value && <EditTools view={shown.view} node={target.index} />}
-      {target.what === "action" && shown.timed && <Relations shown={shown} panel={target.panel} node={target.index} go={go} />}
+      {(target.what === "action" || target.what === "collective" || target.what === "wait") && shown.timed && <Relations shown={shown} panel={target.panel} node={target.index} go={go} />}
       {target.what === "message" && <Ends shown={shown} panel={target.panel} message={target.index} go={go} />}
     </>
   );
@@ -84,7 +84,7 @@ function Links({ title, class: name, links, shown, panel, go }: LinksProps) {
       <ul>
         {links.slice(0, FEW).map((link) => (
           <li key={`${link.node}/${link.message}`}>
-            <button class="plain" onClick={() => go({ what: "action", panel, index: link.node })}>{actionText(view, link.node)}</button>
+            <button class="plain" onClick={() => go(nodeTarget(view, panel, link.node))}>{actionText(view, link.node)}</button>
             <span class="quiet">
               {link.message < 0 ? " on this rank" : ` on rank ${view.graph.rank[link.node]}, message ${shown.time(timing.depart[link.message])} to ${shown.time(timing.arrive[link.message])}`}
             </span>

@@ -13,15 +13,15 @@ export function EditTools({ view, node }: { view: View; node: number }) {
   const row = order.rows[rank];
   const first = entries.at[node];
   const alone = entries.at[node + 1] - first === 1;
-  const [kind, stage, microbatch] = [entries.kind[first], entries.stage[first], entries.microbatch[first]];
+  const [kind, stage, unit] = [entries.kind[first], entries.stage[first], entries.unit[first]];
   const idle = (view.slots?.[node] ?? 0) > 0;
   const move = (to: number): void => studio.change({ what: "move", rank, from: place, to });
   return (
     <div class="edit-tools" role="group" aria-label="Change this action">
       <Tool text="◂ Earlier" keys="[" off={place === 0} run={() => move(place - 1)} />
       <Tool text="Later ▸" keys="]" off={place === row.length - 1} run={() => move(place + 1)} />
-      {alone && kind === kinds.B && <Tool text="Split into I and W" keys="x" run={() => studio.change({ what: "split", stage, microbatch })} />}
-      {alone && (kind === kinds.I || kind === kinds.W) && <Tool text="Merge I and W" keys="x" run={() => studio.change({ what: "merge", stage, microbatch })} />}
+      {alone && kind === kinds.B && <Tool text="Split into I and W" keys="x" run={() => studio.change({ what: "split", stage, unit })} />}
+      {alone && (kind === kinds.I || kind === kinds.W) && <Tool text="Merge I and W" keys="x" run={() => studio.change({ what: "merge", stage, unit })} />}
       <Tool text="Idle slot before" keys="i" run={() => studio.change({ what: "idle", rank, at: place })} />
       {idle && <Tool text="Remove idle slot" keys="Delete" run={() => studio.change({ what: "drop", rank, at: place - 1 })} />}
       {alone && view.copies.length === 1 && (

@@ -1,32 +1,29 @@
 import { chunkFill, rampFill, TONES } from "../draw/colours.ts";
 import { memoryTop } from "../draw/memory.ts";
+import type { Shown } from "../state/shown.ts";
 import { useStudio } from "../state/studio.ts";
 import type { Themes } from "../state/theme.ts";
+import type { Stage } from "./stage.ts";
 
 const KINDS = ["F", "B", "I", "W"] as const;
 
 /** What the colours mean, of what is there. */
-export function Legend({ themes }: { themes: Themes }) {
+export function Legend({ themes, stage }: { themes: Themes; stage: Stage }) {
   const studio = useStudio();
   const panels = studio.panels.value;
   const kinds = new Set(panels.flatMap((shown) => [...shown.structure.kinds]));
   const chunks = Math.max(1, ...panels.map((shown) => shown.structure.chunks));
-  const timed = panels.some((shown) => shown.timed && shown.view.channels.length > 0);
-  const messages = studio.messages.value && timed && panels.some((shown) => shown.travels);
+  const beside = studio.messages.value && panels.some((shown) => shown.timed);
   const paper = themes.paper.value;
   return (
     <ul class="legend" aria-label="Colours">
       {studio.colourBy.value === "microbatch" ? (
-        <Ramp count={Math.max(...panels.map((shown) => shown.view.microbatches))} />
+        <Ramp count={Math.max(...panels.map((shown) => shown.view.microbatches))} sliced={panels.some((shown) => shown.view.slices > 1)} />
       ) : (
-        KINDS.filter((kind) => kinds.has(kind)).map((kind) => (
-          <Item key={kind} fills={Array.from({ length: chunks }, (_, chunk) => chunkFill(kind, chunk, chunks))} text={`${kind} ${TONES[kind].means}`} />
-        ))
+        KINDS.filter((kind) => kinds.has(kind)).map((kind) => <Item key={kind} fills={shadesOf(kind, panels)} text={`${kind} ${TONES[kind].means}`} />)
       )}
       {chunks > 1 && studio.colourBy.value === "kind" && <li class="quiet">one shade per chunk</li>}
-      {messages && <Item fills={[TONES.SEND.fill]} text="activations" />}
-      {messages && <Item fills={["#c9a26b"]} text="gradients" />}
-      {studio.messages.value && timed && !messages && <li class="quiet">messages take no time</li>}
+      {beside && <MessageItems stage={stage} />}
       {panels.some((shown) => shown.beside) && (
         <>
           <Item fills={[paper.same]} text="as predicted" />
@@ -34,10 +31,34 @@ export function Legend({ themes }: { themes: Themes }) {
           <Item fills={[paper.early]} text="shorter" />
         </>
       )}
-      {studio.messages.value && kinds.has("REDUCE_GRAD") && <Item fills={[TONES.SHARD.fill]} text="collectives" />}
+      {beside && panels.some((shown) => shown.structure.collectives.some((list) => list.length > 0)) && <Item fills={[TONES.SHARD.fill]} text="collectives" />}
+      {beside && kinds.has("OFFLOAD") && <Item fills={[TONES.OUT.fill]} text="copies to the host" />}
+      {beside && kinds.has("RELOAD") && <Item fills={[TONES.BACK.fill]} text="copies back" />}
+      {beside && panels.some((shown) => shown.structure.waits.some((list) => list.length > 0)) && <Item fills={[paper.soft]} text="waits for sends and reductions" />}
       {panels.some((shown) => shown.timed) && studio.memory.value && <LimitItem />}
     </ul>
   );
+}
+
+/** The colours of a kind in the panels that have it, each once. */
+export function shadesOf(kind: string, panels: Shown[]): string[] {
+  const having = panels.filter(({ structure }) => structure.kinds.has(kind));
+  return [...new Set(having.flatMap(({ structure: { chunks } }) => Array.from({ length: chunks }, (_, chunk) => chunkFill(kind, chunk, chunks))))];
+}
+
+/** The colours of messages, or why there are none. */
+function MessageItems({ stage }: { stage: Stage }) {
+  const sending = useStudio().panels.value.filter((shown) => shown.timed && shown.view.channels.length > 0);
+  if (!sending.length) return null;
+  if (stage.travelling.value.includes("1")) {
+    return (
+      <>
+        <Item fills={[TONES.SEND.fill]} text="activations" />
+        <Item fills={[TONES.GRADIENT.fill]} text="gradients" />
+      </>
+    );
+  }
+  return <li class="quiet">{sending.some((shown) => shown.travel > 0) ? "messages are short: zoom in to see them" : "messages take no time"}</li>;
 }
 
 /** The line of the limit, or that it is too far above to be drawn. */
@@ -59,13 +80,14 @@ function Item({ fills, text }: { fills: string[]; text: string }) {
   );
 }
 
-function Ramp({ count }: { count: number }) {
+function Ramp({ count, sliced }: { count: number; sliced: boolean }) {
   const stops = Array.from({ length: 9 }, (_, k) => rampFill(k / 8));
   return (
     <li>
       <span class="quiet">microbatch</span> 0
       <span class="ramp" aria-hidden="true" style={{ background: `linear-gradient(90deg, ${stops.join(",")})` }} />
       {count - 1}
+      {sliced && <span class="quiet">later slices lighter</span>}
     </li>
   );
 }

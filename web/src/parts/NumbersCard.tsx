@@ -12,6 +12,8 @@ interface Figure {
   of: (shown: Shown) => number;
   text: (value: number, shown: Shown) => string;
   share?: boolean;
+  /** Whether it says anything of a timeline; it always does if left out. */
+  shown?: (shown: Shown) => boolean;
 }
 
 const FIGURES: Figure[] = [
@@ -19,10 +21,16 @@ const FIGURES: Figure[] = [
   { name: "bubble", of: (shown) => shown.numbers.bubble, text: percent, share: true },
   { name: "bubble of the longest span", of: (shown) => shown.numbers.spanBubble, text: percent, share: true },
   { name: "peak memory", of: (shown) => shown.numbers.peak, text: size },
+  { name: "peak host memory", of: (shown) => hostPeak(shown), text: size, shown: (shown) => shown.memory.host !== null },
   { name: "messages", of: (shown) => shown.numbers.messages, text: figure },
   { name: "size of all messages", of: (shown) => shown.numbers.bytes, text: size },
   { name: "idle, all ranks", of: idle, text: time },
 ];
+
+/** The most that the host holds of any rank. */
+function hostPeak(shown: Shown): number {
+  return Math.max(0, ...(shown.memory.host ?? []).map((curve) => curve.peak));
+}
 
 /** Every figure as a table: of one timeline, or of two and their difference. */
 export function NumbersCard() {
@@ -60,7 +68,8 @@ function measuredName(studio: Studio, measured: Shown): string {
 
 function FigureTable({ panels }: { panels: Shown[] }) {
   const causes = (Object.keys(CAUSES) as Cause[]).filter((cause) => panels.some((shown) => shown.numbers.idle[cause] > 0));
-  const rows: Figure[] = [...FIGURES, ...causes.map((cause) => ({ name: `idle: ${CAUSES[cause]}`, of: (shown: Shown) => shown.numbers.idle[cause], text: time }))];
+  const figures = FIGURES.filter(({ shown: says }) => !says || panels.some(says));
+  const rows: Figure[] = [...figures, ...causes.map((cause) => ({ name: `idle: ${CAUSES[cause]}`, of: (shown: Shown) => shown.numbers.idle[cause], text: time }))];
   return (
     <table data-testid="figures">
       <caption class="unseen">Figures</caption>
@@ -110,7 +119,7 @@ function RankTable({ shown }: { shown: Shown }) {
       <caption class="unseen">Rank by rank</caption>
       <thead>
         <tr>
-          {["rank", "stages", "busy", "idle", "peak memory", "at"].map((name) => <th key={name} scope="col">{name}</th>)}
+          {["rank", "stages", "busy", "idle", "peak memory", "at", ...(memory.host ? ["on the host"] : [])].map((name) => <th key={name} scope="col">{name}</th>)}
         </tr>
       </thead>
       <tbody>
@@ -122,6 +131,7 @@ function RankTable({ shown }: { shown: Shown }) {
             <td>{percent(numbers.makespan ? 1 - busy / numbers.makespan : 0)}</td>
             <td>{shown.size(numbers.peaks[rank])}</td>
             <td>{shown.time(memory.ranks[rank].peakTime)}</td>
+            {memory.host && <td>{shown.size(memory.host[rank].peak)}</td>}
           </tr>
         ))}
       </tbody>
@@ -130,7 +140,7 @@ function RankTable({ shown }: { shown: Shown }) {
 }
 
 function stagesOf(copies: number[][], rank: number): string {
-  const found = copies.flatMap((copy) => copy.flatMap((owner, stage) => (owner === rank ? [stage] : [])));
+  const found = [...new Set(copies.flatMap((copy) => copy.flatMap((owner, stage) => (owner === rank ? [stage] : []))))];
   return found.length > 6 ? `${found.slice(0, 5).join(", ")}, …` : found.join(", ");
 }
 

@@ -1,6 +1,6 @@
 import { actionText } from "../core/index.ts";
 import { footprint, waitsOf } from "../draw/overlay.ts";
-import { labelForm } from "../draw/rows.ts";
+import { labelsOf, pixelsOf, type Labels } from "../draw/rows.ts";
 import { boxOf, type Target } from "../draw/target.ts";
 import type { Studio } from "../state/studio.ts";
 import type { LinkState } from "../state/url.ts";
@@ -19,8 +19,10 @@ export interface Handle {
   readonly waits: { rank: number; step: number; action: string }[];
   /** The moment that is played, as a share of the axis. */
   readonly moment: number | null;
-  /** What stands on the actions: whole names, microbatches or nothing. */
-  readonly labels: "names" | "microbatches" | "none";
+  /** What stands on the actions of each panel: whole names, microbatches or nothing. */
+  readonly labels: Labels["form"][];
+  /** Whether the messages of each panel have lanes. */
+  readonly lanes: boolean[];
   /** Where a target and its arrows are drawn, in pixels of the page. */
   footprint(target: Target): { x: number; y: number; width: number; height: number }[];
   /** The middle of a target on screen, in pixels of the page. */
@@ -54,9 +56,11 @@ export function handle(studio: Studio, stage: Stage): void {
       });
     },
     get labels() {
-      const [shown] = studio.panels.value;
-      const { from, to, width } = stage.scale.value;
-      return shown ? labelForm(shown, width / (to - from)) : "none";
+      const pixels = pixelsOf(stage.scale.value);
+      return studio.panels.value.map((shown, panel) => labelsOf(shown, pixels, stage.layout.value.panels[panel].rows[0]?.compute.height ?? 0).form);
+    },
+    get lanes() {
+      return stage.layout.value.panels.map(({ rows }) => rows.some((row) => row.lanes.length > 0));
     },
     footprint(target) {
       const canvas = document.querySelector("[data-testid=timeline]")!.getBoundingClientRect();

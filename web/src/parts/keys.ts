@@ -58,11 +58,11 @@ function edit(key: string, studio: Studio, stage: Stage, scroller: HTMLElement):
   if (!editing.mode.value || target?.what !== "action" || target.panel !== 0 || !now?.place) return false;
   const { entries, graph, place, slots } = now;
   const [node, first] = [target.index, entries.at[target.index]];
-  const [rank, at, kind, stage_, microbatch] = [graph.rank[node], place[node], entries.kind[first], entries.stage[first], entries.microbatch[first]];
+  const [rank, at, kind, stage_, unit] = [graph.rank[node], place[node], entries.kind[first], entries.stage[first], entries.unit[first]];
   const last = editing.order.value!.rows[rank].length - 1;
   if (key === "[" && at > 0) studio.change({ what: "move", rank, from: at, to: at - 1 });
   else if (key === "]" && at < last) studio.change({ what: "move", rank, from: at, to: at + 1 });
-  else if (key === "x" && kind !== kinds.F) studio.change({ what: kind === kinds.B ? "split" : "merge", stage: stage_, microbatch });
+  else if (key === "x" && kind !== kinds.F) studio.change({ what: kind === kinds.B ? "split" : "merge", stage: stage_, unit });
   else if (key === "i") studio.change({ what: "idle", rank, at });
   else if ((key === "Delete" || key === "Backspace") && slots?.[node]) studio.change({ what: "drop", rank, at: at - 1 });
   else return key === "[" || key === "]";
@@ -132,6 +132,7 @@ function spanOf(shown: Shown, target: Target): [number, number] {
   const { timing, view } = shown;
   if (target.what === "message") return [timing.depart[target.index], timing.arrive[target.index]];
   if (target.what === "collective") return [timing.collectiveStart[target.index], timing.collectiveEnd[target.index]];
+  if (target.what === "wait") return [shown.waited[target.index], timing.start[target.index]];
   if (target.what === "action") return [timing.start[target.index], timing.end[target.index]];
   if (target.what === "measured") return [shown.beside!.timing.start[target.index], shown.beside!.timing.end[target.index]];
   if (target.what === "finding") {

@@ -1,7 +1,7 @@
 import { computed, effect, signal, type ReadonlySignal } from "@preact/signals";
 import { select } from "d3-selection";
 import { zoom, zoomIdentity, type D3ZoomEvent, type ZoomBehavior } from "d3-zoom";
-import { layOut, type Layout } from "../draw/layout.ts";
+import { gutterOf, layOut, type Layout } from "../draw/layout.ts";
 import { endsOf } from "../draw/cycle.ts";
 import { paintOverlay, type Pointed } from "../draw/overlay.ts";
 import { CanvasPen } from "../draw/pen.ts";
@@ -17,6 +17,8 @@ const MOST_ZOOM = 1e6;
 /** Wheel steps below this are those of two fingers on a touchpad. */
 const PINCH = 30;
 const RIGHT = 12;
+/** Pixels of a typical message from which on messages are drawn. */
+const READABLE = 6;
 /** Findings whose waits are drawn while an action is dragged. */
 const MOST_BROKEN = 20;
 
@@ -50,14 +52,29 @@ export class Stage {
 
   private laidOut(): Layout {
     const { messages, memory, panels } = this.studio;
-    const shapes = panels.value.map((shown) => ({
-      channelsOf: shown.structure.channelsOf.map((channels) => (messages.value && shown.travels ? channels : [])),
-      collectives: messages.value && shown.structure.collectives.some((list) => list.length > 0),
-      memory: memory.value && shown.timed,
-      measured: shown.beside !== null,
-    }));
+    const some = (lists: Int32Array[]): boolean => messages.value && lists.some((list) => list.length > 0);
+    const travelling = this.travelling.value;
+    const shapes = panels.value.map((shown, panel) => {
+      const { channelsOf, collectives, out, back, waits } = shown.structure;
+      return {
+        channelsOf: channelsOf.map((channels) => (messages.value && travelling[panel] === "1" ? channels : [])),
+        collectives: some(collectives),
+        copies: out.map((list, rank) => messages.value && list.length + back[rank].length > 0),
+        waits: some(waits),
+        memory: memory.value && shown.timed,
+        host: memory.value && shown.timed,
+        measured: shown.beside !== null,
+      };
+    });
     return layOut(shapes, this.width.value, this.room.value);
   }
+
+  /** For each panel, 1 if its messages are long enough at this zoom to be drawn; shorter ones would be dust. */
+  readonly travelling = computed(() => {
+    const [from, to] = this.studio.span.value;
+    const pixels = (this.width.value - gutterOf(this.width.value) - RIGHT) / (this.studio.whole.value * (to - from));
+    return this.studio.panels.value.map((shown) => (shown.travel * pixels >= READABLE ? "1" : "0")).join("");
+  });
 
   /** How high the canvases are. */
   readonly height = computed(() => Math.min(this.layout.value.height + this.layout.value.axis, Math.max(this.room.value, 160)));
@@ -243,11 +260,11 @@ export class Stage {
 function nodeOf(view: View, other: View, node: number): number {
   if (node < 0) return -1;
   const entry = other.entries.at[node];
-  const [kind, stage, microbatch] = [other.entries.kind[entry], other.entries.stage[entry], other.entries.microbatch[entry]];
+  const [kind, stage, unit] = [other.entries.kind[entry], other.entries.stage[entry], other.entries.unit[entry]];
   const rank = other.graph.rank[node];
   for (let each = view.graph.bounds[rank]; each < view.graph.bounds[rank + 1]; each++) {
     const at = view.entries.at[each];
-    if (view.entries.kind[at] === kind && view.entries.stage[at] === stage && view.entries.microbatch[at] === microbatch) return each;
+    if (view.entries.kind[at] === kind && view.entries.stage[at] === stage && view.entries.unit[at] === unit) return each;
   }
   return -1;
 }

@@ -16,6 +16,8 @@ export interface Adjust {
 export const UNCHANGED: Adjust = { f: 1, i: 1, w: 1, b: 1, latency: null, skew: {} };
 
 const TIMES = ["f", "i", "w", "b"] as const;
+/** What grows with a microbatch, or a slice of one. */
+const OF_A_UNIT = ["f", "i", "w", "b", "activation", "weight_stash", "output"] as const;
 /** What grows with a stage: its work and what it holds. Messages are as large however the model is cut. */
 const OF_A_STAGE = ["f", "i", "w", "b", "activation", "weight_stash", "parameters", "shard", "unshard", "reduce", "optimizer"] as const;
 
@@ -74,14 +76,22 @@ function multiplied(value: PerAction, factor: number): PerAction {
   return Array.isArray(value) ? value.map((each) => multiplied(each, factor) as number | number[]) : value * factor;
 }
 
-/** The same model cut into more or fewer stages a rank: single numbers that grow with a stage are divided among them. */
-export function shared(costs: Partial<Costs>, share: number): Partial<Costs> {
+/**
+ * The same model cut into more or fewer stages per rank, and slices per microbatch: single numbers that grow with a stage or a slice are
+ * divided among them. `stages` and `slices` are how many there were for each that there is now.
+ */
+export function shared(costs: Partial<Costs>, stages: number, slices = 1): Partial<Costs> {
   const made: Record<string, unknown> = { ...costs };
-  for (const name of OF_A_STAGE) {
+  for (const name of new Set([...OF_A_STAGE, ...OF_A_UNIT])) {
     const value = costs[name];
+    const share = (isIn(OF_A_STAGE, name) ? stages : 1) * (isIn(OF_A_UNIT, name) ? slices : 1);
     if (typeof value === "number") made[name] = value * share;
   }
   return made as Partial<Costs>;
+}
+
+function isIn(names: readonly string[], name: string): boolean {
+  return names.includes(name);
 }
 
 /** Whether a cost is one number for all stages, so that it can be given to a pipeline with other stages. */

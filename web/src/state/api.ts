@@ -68,6 +68,7 @@ export async function makeView(choice: Choice, costs: Partial<Costs>, limit: num
     options: choice.options,
     lower: choice.form !== "schedule",
     fsdp: choice.form === "sharded",
+    ...(choice.offload ? { offload: choice.offload } : {}),
     costs,
     ...(limit === null ? {} : { memory_limit: limit }),
   };

@@ -108,7 +108,7 @@ export function save(saved: Saved): void {
 
 /** The command that trains with what is shown: by name, or with the file that is exported from here. */
 export function trainCommand(choice: Choice | null, isChanged: boolean, title: string): string {
-  const plain = choice && !isChanged && choice.chunks === null && Object.keys(choice.options).length === 0;
+  const plain = choice && !isChanged && !choice.offload && choice.chunks === null && Object.keys(choice.options).length === 0;
   if (plain) return `penstock train train.py --ranks ${choice.ranks} --microbatches ${choice.microbatches} --schedule ${choice.schedule}`;
   return `penstock train train.py --schedule ${fileName(title, "order")}`;
 }

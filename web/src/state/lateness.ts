@@ -43,6 +43,8 @@ function multiplied(costs: Costs, by: number): Costs {
     unshard: each(costs.unshard),
     reduce: each(costs.reduce),
     optimizer: each(costs.optimizer),
+    host_latency: costs.host_latency * by,
+    host_bandwidth: costs.host_bandwidth === null ? null : costs.host_bandwidth / by,
   };
 }
 

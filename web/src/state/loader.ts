@@ -6,7 +6,7 @@ import { pack, unpack } from "./packed.ts";
 import type { Studio } from "./studio.ts";
 import { decodeLink, type Choice, type LinkState, type Option, type Other } from "./url.ts";
 
-export const START: Choice = { schedule: "zbv", ranks: 4, microbatches: 8, chunks: null, options: {}, form: "schedule" };
+export const START: Choice = { schedule: "zbv", ranks: 4, microbatches: 8, chunks: null, options: {}, form: "schedule", offload: "" };
 const PATIENCE = 250;
 
 /** Brings views into the studio: from the page itself, from the server, from files. */
@@ -63,7 +63,7 @@ export class Loader {
     const { source, ranks, microbatches } = first;
     const form = source.fsdp ? "sharded" : source.lower ? "program" : "schedule";
     batch(() => {
-      this.studio.choice.value = { ...named(source), ranks, microbatches, form };
+      this.studio.choice.value = { ...named(source), ranks, microbatches, form, offload: String(source.offload ?? "") };
       this.studio.other.value = second?.source.kind === "schedule" ? named(second.source) : null;
       this.studio.costs.value = isUniform(first.costs) ? plainCosts(first.costs) : {};
     });
@@ -110,7 +110,7 @@ export class Loader {
       const view = first.value;
       if (!view) return;
       if (other === null) return this.clearSecond(view);
-      const own = choice.value ?? { schedule: "", ranks: view.ranks, microbatches: view.microbatches, chunks: null, options: {}, form: view.lowered ? "program" : "schedule" };
+      const own = choice.value ?? { schedule: "", ranks: view.ranks, microbatches: view.microbatches, chunks: null, options: {}, form: view.lowered ? "program" : "schedule", offload: "" };
       const second = await this.besides(view, { ...own, ...other }, this.begin());
       batch(() => {
         this.studio.other.value = other;
@@ -232,10 +232,10 @@ function named(source: Source): Other {
 
 /** The first one's costs for the second; each keeps its own where they are given stage by stage and the stages differ. */
 export function sameModel(first: View, second: View): Costs {
-  if (first.stages === second.stages && first.microbatches === second.microbatches) return first.costs;
+  if (first.stages === second.stages && first.unitCount === second.unitCount && first.slices === second.slices) return first.costs;
   if (!isUniform(first.costs)) return second.costs;
   const share = first.stages / first.ranks / (second.stages / second.ranks);
-  return fullCosts(shared(first.costs, share));
+  return fullCosts(shared(first.costs, share, first.slices / second.slices));
 }
 
 /** The changes that a saved view holds. */

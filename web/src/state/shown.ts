@@ -16,7 +16,7 @@ export class Shown {
   beside: Shown | null = null;
   /** The length of the longest timeline on screen. */
   longest: number | null = null;
-  private kept: { memory?: Memory; numbers?: Numbers; path?: PathStep[]; finished?: Float64Array; sizes?: Float64Array; travels?: boolean; slot?: number; shortest?: number } = {};
+  private kept: { memory?: Memory; numbers?: Numbers; path?: PathStep[]; finished?: Float64Array; sizes?: Float64Array; travel?: number; slot?: number; short?: number; waited?: Float64Array } = {};
   private readonly gaps = new Map<number, Gap[]>();
   private readonly lanes = new Map<string, Lane>();
 
@@ -79,10 +79,14 @@ export class Shown {
     return (this.kept.slot ??= slotLength(this.view, this.costs));
   }
 
-  /** Whether any message takes time. */
-  get travels(): boolean {
-    if (this.kept.travels === undefined) this.kept.travels = this.timing.arrive.some((arrival, message) => arrival > this.timing.depart[message]);
-    return this.kept.travels;
+  /** How long a message travels, in the median of those that take time; 0 if none does. */
+  get travel(): number {
+    if (this.kept.travel === undefined) {
+      const { depart, arrive } = this.timing;
+      const lengths = sampled(arrive.length, (message) => arrive[message] - depart[message]).filter((length) => length > 0);
+      this.kept.travel = lengths[lengths.length >> 1] ?? 0;
+    }
+    return this.kept.travel;
   }
 
   /** The size of each message. */
@@ -90,21 +94,19 @@ export class Shown {
     return (this.kept.sizes ??= messageSizes(this.view, this.costs));
   }
 
-  /** The shortest computation that takes time; infinite without any. */
-  get shortest(): number {
-    if (this.kept.shortest === undefined) {
-      let least = Infinity;
-      for (const node of this.structure.compute) {
-        const takes = this.timing.end[node] - this.timing.start[node];
-        if (takes > 0 && takes < least) least = takes;
-      }
-      this.kept.shortest = least;
+  /** How long the shorter computations take: nearly all take at least this long. Infinite if nothing is computed. */
+  get short(): number {
+    if (this.kept.short === undefined) {
+      const { start, end } = this.timing;
+      const { compute } = this.structure;
+      const lengths = sampled(compute.length, (place) => end[compute[place]] - start[compute[place]]).filter((length) => length > 0);
+      this.kept.short = lengths[Math.floor(lengths.length * OUTLIERS)] ?? Infinity;
     }
-    return this.kept.shortest;
+    return this.kept.short;
   }
 
   get path(): PathStep[] {
-    return (this.kept.path ??= criticalPath(this.view, this.timing));
+    return (this.kept.path ??= criticalPath(this.view, this.timing, this.costs));
   }
 
   gapsOf(rank: number): Gap[] {
@@ -126,9 +128,28 @@ export class Shown {
     return this.lane(`c${channel}`, () => this.structure.ofChannel[channel], this.timing.depart, this.timing.arrive);
   }
 
-  collectiveLane(rank: number): Lane {
+  /** Collectives of a rank, or its copies to the host or back. */
+  besideLane(what: "collectives" | "out" | "back", rank: number): Lane {
     const { collectiveStart, collectiveEnd } = this.timing;
-    return this.lane(`g${rank}`, () => this.structure.collectives[rank], collectiveStart, collectiveEnd);
+    return this.lane(`${what}${rank}`, () => this.structure[what][rank], collectiveStart, collectiveEnd);
+  }
+
+  /** The waits of a rank for its sends and reductions, each from when the rank came to it. */
+  waitLane(rank: number): Lane {
+    return this.lane(`w${rank}`, () => this.structure.waits[rank], this.waited, this.timing.start);
+  }
+
+  /** When the rank of an action had done what comes before it. */
+  readonly freeAt = (node: number): number => (node > this.view.graph.bounds[this.view.graph.rank[node]] ? this.timing.end[node - 1] : 0);
+
+  /** For each wait, when its rank came to it. */
+  get waited(): Float64Array {
+    if (!this.kept.waited) {
+      const { start } = this.timing;
+      this.kept.waited = start.slice();
+      for (const nodes of this.structure.waits) for (const node of nodes) this.kept.waited[node] = Math.min(start[node], this.freeAt(node));
+    }
+    return this.kept.waited;
   }
 
   private lane(key: string, order: () => Int32Array, start: Float64Array, end: Float64Array): Lane {
@@ -136,6 +157,16 @@ export class Shown {
     if (!found) this.lanes.set(key, (found = { order: inOrder(order(), start), start, end }));
     return found;
   }
+}
+
+/** Of the computations: those that are shorter still have no say in how actions are named. */
+const OUTLIERS = 0.02;
+const SAMPLES = 500;
+
+/** Lengths of at most so many items, evenly chosen, in ascending order. */
+function sampled(count: number, length: (item: number) => number): Float64Array {
+  const taken = Math.min(count, SAMPLES);
+  return Float64Array.from({ length: taken }, (_, k) => length(Math.floor((k * count) / taken))).sort();
 }
 
 /** Measured messages may have left in another order than that of their numbers. */

@@ -1,4 +1,5 @@
 import { computes } from "../core/figures.ts";
+import { isWait, OFFLOAD, RELOAD } from "../core/kinds.ts";
 import type { View } from "../core/types.ts";
 
 /** What drawing needs of a view whatever its times: which nodes compute, and what each rank sends on. */
@@ -10,8 +11,13 @@ export interface Structure {
   ofChannel: Int32Array[];
   /** The channels that leave each rank. */
   channelsOf: number[][];
-  /** The nodes that start a collective, a list a rank. */
+  /** One list per rank: the nodes that start a collective, a copy to the host, a copy back, and those that wait for a send or a reduction. */
   collectives: Int32Array[];
+  out: Int32Array[];
+  back: Int32Array[];
+  waits: Int32Array[];
+  /** The most actions that run together as one. */
+  parts: number;
   /** The chunk of each stage in each copy of the model, and how many chunks a rank has at most. */
   chunk: number[][];
   chunks: number;
@@ -31,19 +37,26 @@ export function structureOf(view: View): Structure {
 function build(view: View): Structure {
   const compute: number[] = [];
   const computeAt = new Int32Array(view.ranks + 1);
-  const collectives: Int32Array[] = [];
+  const beside: Pick<Structure, "collectives" | "out" | "back" | "waits"> = { collectives: [], out: [], back: [], waits: [] };
+  const { at, kind } = view.entries;
+  let parts = 1;
   for (let rank = 0; rank < view.ranks; rank++) {
-    const started: number[] = [];
+    const started: Record<keyof typeof beside, number[]> = { collectives: [], out: [], back: [], waits: [] };
     for (let node = view.graph.bounds[rank]; node < view.graph.bounds[rank + 1]; node++) {
       if (computes(view, node) || !view.timed) compute.push(node);
-      if (view.timed && view.graph.collective[node]) started.push(node);
+      if (at[node + 1] - at[node] > parts) parts = at[node + 1] - at[node];
+      if (!view.timed) continue;
+      if (kind[at[node]] === OFFLOAD) started.out.push(node);
+      else if (kind[at[node]] === RELOAD) started.back.push(node);
+      else if (view.graph.collective[node]) started.collectives.push(node);
+      else if (isWait(kind[at[node]])) started.waits.push(node);
     }
     computeAt[rank + 1] = compute.length;
-    collectives.push(Int32Array.from(started));
+    for (const name of ["collectives", "out", "back", "waits"] as const) beside[name].push(Int32Array.from(started[name]));
   }
   const kinds = new Set<string>();
   new Set(view.entries.kind).forEach((kind) => kinds.add(view.kinds[kind]));
-  return { compute: Int32Array.from(compute), computeAt, ...channels(view), collectives, ...chunksOf(view), kinds };
+  return { compute: Int32Array.from(compute), computeAt, ...channels(view), ...beside, parts, ...chunksOf(view), kinds };
 }
 
 function channels(view: View): Pick<Structure, "ofChannel" | "channelsOf"> {
@@ -55,7 +68,8 @@ function channels(view: View): Pick<Structure, "ofChannel" | "channelsOf"> {
 }
 
 function chunksOf(view: View): Pick<Structure, "chunk" | "chunks"> {
-  const held = new Array<number>(view.ranks).fill(0);
-  const chunk = view.copies.map((copy) => copy.map((rank) => held[rank]++));
-  return { chunk, chunks: Math.max(1, ...held) };
+  const held = Array.from({ length: view.ranks }, () => [] as number[]);
+  const place = (stages: number[], stage: number): number => (stages.includes(stage) ? stages.indexOf(stage) : stages.push(stage) - 1);
+  const chunk = view.copies.map((copy) => copy.map((rank, stage) => place(held[rank], stage)));
+  return { chunk, chunks: Math.max(1, ...held.map((stages) => stages.length)) };
 }

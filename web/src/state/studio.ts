@@ -204,7 +204,7 @@ export class Studio {
       return;
     }
     const after = this.editing.view.value ?? this.first.value;
-    const node = after ? nodeLike(after, view.entries.kind[entry], view.entries.stage[entry], view.entries.microbatch[entry]) : -1;
+    const node = after ? nodeLike(after, view.entries.kind[entry], view.entries.stage[entry], view.entries.unit[entry]) : -1;
     this.selected.value = node < 0 ? null : { what: "action", panel: 0, index: node };
   }
 
@@ -316,11 +316,11 @@ export class Studio {
 }
 
 /** The node of an action, or of the parts that it was split into or merged from; -1 for none. */
-function nodeLike(view: View, kind: number, stage: number, microbatch: number): number {
+function nodeLike(view: View, kind: number, stage: number, unit: number): number {
   const { entries } = view;
   let found = -1;
   for (let entry = 0; entry < entries.kind.length; entry++) {
-    if (entries.stage[entry] !== stage || entries.microbatch[entry] !== microbatch) continue;
+    if (entries.stage[entry] !== stage || entries.unit[entry] !== unit) continue;
     if (entries.kind[entry] === kind) return entries.node[entry];
     if (kind !== 0 && entries.kind[entry] !== 0 && found < 0) found = entries.node[entry];
   }

@@ -13,6 +13,8 @@ export interface Choice {
   chunks: number | null;
   options: Record<string, Option>;
   form: Form;
+  /** The share of each rank's activations that is moved to host memory, in percent, as `50` or `100+50+0`; empty for none. */
+  offload: string;
 }
 
 /** As it is, lowered to a program, or lowered with sharded parameters. */
@@ -20,7 +22,7 @@ export type Form = "schedule" | "program" | "sharded";
 export const FORMS: Form[] = ["schedule", "program", "sharded"];
 
 /** The one that is compared; it has the first one's ranks and microbatches. */
-export type Other = Omit<Choice, "ranks" | "microbatches" | "form">;
+export type Other = Omit<Choice, "ranks" | "microbatches" | "form" | "offload">;
 
 /** The place of an action: its panel, its rank, and its number in the rank's row. */
 export interface Spot {
@@ -85,6 +87,7 @@ export function encodeLink(state: LinkState): string {
     said.set("m", String(state.first.microbatches));
     setChoice(said, state.first, "s", "c", "o.");
     if (state.first.form !== "schedule") said.set("as", state.first.form);
+    if (state.first.offload) said.set("offload", state.first.offload);
     if (Object.keys(state.costs).length) said.set("costs", JSON.stringify(state.costs));
   }
   if (state.second) setChoice(said, state.second, "vs", "vc", "vo.");
@@ -137,7 +140,8 @@ function firstChoice(said: URLSearchParams): Choice | null {
   const [ranks, microbatches] = [number(said.get("p"), 1), number(said.get("m"), 1)];
   if (!other || ranks === null || microbatches === null) return null;
   const form = FORMS.find((each) => each === said.get("as")) ?? "schedule";
-  return { ...other, ranks: Math.floor(ranks), microbatches: Math.floor(microbatches), form };
+  const offload = /^\d{1,3}(\+\d{1,3})*$/.test(said.get("offload") ?? "") ? said.get("offload")! : "";
+  return { ...other, ranks: Math.floor(ranks), microbatches: Math.floor(microbatches), form, offload };
 }
 
 function otherChoice(said: URLSearchParams, name: string, chunks: string, option: string): Other | null {

@@ -1,4 +1,4 @@
-import { actionText, entryText, gapText, type Gap, type PerAction } from "../core/index.ts";
+import { actionText, entryText, gapText, kinds, type Gap, type PerAction } from "../core/index.ts";
 import { optimizerSpan } from "../draw/rows.ts";
 import type { Target } from "../draw/target.ts";
 import { signed } from "../draw/span.ts";
@@ -30,12 +30,14 @@ const KINDS: Record<string, string> = {
   WAIT_SEND_F: "wait until an activation is sent",
   WAIT_SEND_B: "wait until a gradient is sent",
   WAIT_REDUCE_GRAD: "wait until gradients are reduced",
+  OFFLOAD: "copy of an activation to host memory",
+  RELOAD: "copy of an activation back from host memory",
 };
 
 export const CAUSES: Record<Gap["cause"], string> = {
   fill: "filling the pipeline",
   waiting: "waiting for another rank",
-  communication: "waiting for a message",
+  communication: "waiting for a message or copy",
   memory: "waiting for a free slot or buffer",
   drain: "draining the pipeline",
   overhead: "overhead",
@@ -53,6 +55,8 @@ export function describe(shown: Shown, target: Target): Said {
       return describeMessage(shown, target.index);
     case "collective":
       return describeCollective(shown, target.index);
+    case "wait":
+      return describeWait(shown, target.index);
     case "finding":
       return describeFinding(shown, target.index);
     case "optimizer":
@@ -61,6 +65,8 @@ export function describe(shown: Shown, target: Target): Said {
       return describeGap(shown, target.rank, target.time);
     case "memory":
       return describeMemory(shown, target.rank, target.time);
+    case "host":
+      return describeHost(shown, target.rank, target.time);
   }
 }
 
@@ -74,13 +80,14 @@ function times(shown: Shown, start: number, end: number): Fact[] {
 
 function describeAction(shown: Shown, node: number): Said {
   const { view, timing } = shown;
-  const { at, kind, stage, microbatch } = view.entries;
+  const { at, kind, stage, unit } = view.entries;
   const parts = Array.from({ length: at[node + 1] - at[node] }, (_, k) => at[node] + k);
   const rank = view.graph.rank[node];
   const facts: Fact[] = [
     ["rank", String(rank)],
     ["stage", parts.map((entry) => stage[entry]).join(" & ")],
-    ["microbatch", parts.map((entry) => microbatch[entry]).join(" & ")],
+    ["microbatch", parts.map((entry) => Math.floor(unit[entry] / view.slices)).join(" & ")],
+    ...(view.slices > 1 ? [["slice", parts.map((entry) => unit[entry] % view.slices).join(" & ")] as Fact] : []),
   ];
   if (shown.timed) facts.push(...times(shown, timing.start[node], timing.end[node]), ...heldBy(shown, parts), ...sentBy(shown, node));
   else facts.push(["step", String(node - view.graph.bounds[rank])]);
@@ -108,7 +115,7 @@ function describeMeasured(shown: Shown, node: number): Said {
 function heldBy(shown: Shown, parts: number[]): Fact[] {
   const { entries, kinds } = shown.view;
   const size = (name: "activation" | "weight_stash", entry: number): number =>
-    valueAt(shown.costs[name], entries.stage[entry], entries.microbatch[entry]);
+    valueAt(shown.costs[name], entries.stage[entry], entries.unit[entry]);
   return parts.flatMap((entry): Fact[] => {
     const kind = kinds[entries.kind[entry]];
     if (kind === "F") return [["holds from now on", shown.size(size("activation", entry))]];
@@ -125,10 +132,10 @@ function sentBy(shown: Shown, node: number): Fact[] {
   return sum > 0 ? [["sends", shown.size(sum)]] : [];
 }
 
-export function valueAt(value: PerAction, stage: number, microbatch: number): number {
+export function valueAt(value: PerAction, stage: number, unit: number): number {
   if (!Array.isArray(value)) return value;
   const row = value[stage];
-  return Array.isArray(row) ? row[microbatch] : row;
+  return Array.isArray(row) ? row[unit] : row;
 }
 
 function describeMessage(shown: Shown, message: number): Said {
@@ -151,12 +158,53 @@ function describeMessage(shown: Shown, message: number): Said {
   };
 }
 
+/** A collective or a copy: what an action starts beside the computation. */
 function describeCollective(shown: Shown, node: number): Said {
   const { view, timing } = shown;
+  const entry = view.entries.at[node];
+  const waited = timing.collectiveStart[node] - timing.end[node];
+  const copied: Fact[] = kinds.isCopy(view.entries.kind[entry]) ? [["size", shown.size(valueAt(shown.costs.activation, view.entries.stage[entry], view.entries.unit[entry]))]] : [];
   return {
     title: actionText(view, node),
-    what: KINDS[view.kinds[view.entries.kind[view.entries.at[node]]]],
-    facts: [["rank", String(view.graph.rank[node])], ...times(shown, timing.collectiveStart[node], timing.collectiveEnd[node])],
+    what: KINDS[view.kinds[view.entries.kind[entry]]],
+    facts: [
+      ["rank", String(view.graph.rank[node])],
+      ...times(shown, timing.collectiveStart[node], timing.collectiveEnd[node]),
+      ...(waited > 0 ? [["waited for its link", shown.time(waited)] as Fact] : []),
+      ...copied,
+      ...awaitedBy(shown, node),
+    ],
+  };
+}
+
+/** The action that waits for the end of a copy or collective last, and how long. */
+function awaitedBy({ view, timing, freeAt, time }: Shown, node: number): Fact[] {
+  const { gather, gather_at, rank, bounds } = view.graph;
+  for (let user = node + 1; user < bounds[rank[node] + 1]; user++) {
+    if (!gather.subarray(gather_at[user], gather_at[user + 1]).includes(node)) continue;
+    const held = timing.start[user] === timing.collectiveEnd[node] ? timing.start[user] - freeAt(user) : 0;
+    return [["needed by", actionText(view, user)], ...(held > 0 ? [["held it up for", time(held)] as Fact] : [])];
+  }
+  return [];
+}
+
+/** A wait for a send or a reduction of the rank's own. */
+function describeWait(shown: Shown, node: number): Said {
+  const { view, timing } = shown;
+  const entry = view.entries.at[node];
+  const sent = view.graph.retire[node];
+  const waited = timing.start[node] - shown.waited[node];
+  const received = sent < 0 ? -1 : view.graph.receive[sent];
+  return {
+    title: actionText(view, node),
+    what: KINDS[view.kinds[view.entries.kind[entry]]],
+    facts: [
+      ["rank", String(view.graph.rank[node])],
+      ["reached at", shown.time(shown.waited[node])],
+      ["goes on at", shown.time(timing.start[node])],
+      ["waits", waited > 0 ? shown.time(waited) : "not at all"],
+      ...(received < 0 ? [] : [["taken by", `${actionText(view, received)} on rank ${view.graph.rank[received]}`] as Fact, ["message arrives", shown.time(timing.arrive[sent])] as Fact]),
+    ],
   };
 }
 
@@ -181,6 +229,16 @@ function describeGap(shown: Shown, rank: number, time: number): Said {
     title: `idle: ${CAUSES[gap.cause]}`,
     what: gapText(gap),
     facts: [["rank", String(rank)], ["from", shown.time(gap.start)], ["to", shown.time(gap.end)], ["lasts", shown.time(gap.end - gap.start)]],
+  };
+}
+
+function describeHost(shown: Shown, rank: number, time: number): Said {
+  const curve = shown.memory.host![rank];
+  const place = lastAt(curve.times, time);
+  return {
+    title: `the host holds ${shown.size(place < 0 ? 0 : curve.total[place])} of rank ${rank}`,
+    what: `at ${shown.time(time)}; its peak is ${shown.size(curve.peak)} at ${shown.time(curve.peakTime)}`,
+    facts: [],
   };
 }
 

@@ -32,17 +32,19 @@ function answer({ document, costs, edits }: Question): unknown {
   const view = core.readDocument(document);
   if (edits !== undefined) return edited(view, edits);
   const nodes = Array.from({ length: view.nodes }, (_, node) => node);
-  const table = { csv: core.toCsv(view), actions: nodes.map((node) => core.actionText(view, node)), json: core.toTableJson(view) };
+  const table = { view: core.toDocument(view, ""), csv: core.toCsv(view), actions: nodes.map((node) => core.actionText(view, node)), json: core.toTableJson(view) };
   if (!view.timed) return table;
   const used = costs ? core.fullCosts(costs) : view.costs;
   const timing = costs ? core.timeView(view, used) : core.measuredTiming(view);
   if (!timing) throw new Error("nothing was measured");
+  const memory = core.memoryOf(view, timing, used);
   return {
     ...table,
     timing: Object.fromEntries(Object.entries(timing).map(([name, column]) => [name, typeof column === "string" ? column : Array.from(column)])),
-    memory: core.memoryOf(view, timing, used).ranks.map(plain),
+    memory: memory.ranks.map(plain),
+    host: memory.host?.map(plain) ?? null,
     gaps: Array.from({ length: view.ranks }, (_, rank) => core.gapsOf(view, timing, rank).map((gap) => ({ ...gap, text: core.gapText(gap) }))),
-    path: core.criticalPath(view, timing),
+    path: core.criticalPath(view, timing, used),
     numbers: core.numbersOf(view, timing, used),
     needs: nodes.map((node) => core.needsOf(view, node)),
     unblocks: nodes.map((node) => core.unblocksOf(view, node)),

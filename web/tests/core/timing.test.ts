@@ -39,7 +39,7 @@ test("idle times say why", () => {
 });
 
 test("the critical path has no pause", () => {
-  const path = core.criticalPath(view, timing);
+  const path = core.criticalPath(view, timing, view.costs);
   expect(path.map((step) => step.action ?? step.what)).toEqual(["0F0", "0F0", "1F0", "1B0", "1B0", "0B0", "optimizer"]);
   path.slice(1).forEach((step, k) => expect(step.start).toBe(path[k].end));
 });

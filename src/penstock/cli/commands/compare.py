@@ -130,7 +130,7 @@ def compare(
 
     check_unit(unit)
     check_suffix(output, PICTURES)
-    checked = lowering.checked()
+    checked = lowering.read_lowering()
     timed = [TimelineSource.read(source, costs, per, checked) for source in parse_sources(sources, ranks, microbatches)]
     entries: list[NamedTimeline] = []
     with show_steps(len(timed) + 2) as step:
@@ -151,7 +151,7 @@ def compare(
 
 def _timeline(timed: TimelineSource, unit: str | None) -> Timeline:
     """A measured timeline is not simulated, only converted from seconds."""
-    measured = timed.measured()
+    measured = timed.get_measured()
     if measured is None:
         return timed.timeline()
     return measured if unit is None else measured.scaled(1 / seconds_per(unit))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import STDOUT, existing_file, file_option, text_option, writable
+from penstock.cli.options import STDOUT, check_file, check_writable, file_option, text_option
 from penstock.cli.output import check_csv, describe_table, emit, to_json
 from penstock.cli.sources import ScheduleSource, parse_options, read_json_object
 from penstock.errors import FileFormatError, PlacementError, ScheduleError, UsageError
@@ -39,7 +39,7 @@ LAYOUTS = (Format.MEGATRON, Format.TORCHTITAN)
 
 def convert(
     source: ScheduleSource,
-    target: Annotated[Path | None, typer.Argument(metavar="OUT", callback=writable, help="The file to write; - is stdout.")] = None,
+    target: Annotated[Path | None, typer.Argument(metavar="OUT", callback=check_writable, help="The file to write; - is stdout.")] = None,
     *,
     from_: Annotated[Format | None, typer.Option("--from", help="The format of the input.  [default: by suffix]")] = None,
     to: Annotated[Format | None, typer.Option("--to", help="The format of the output.  [default: by suffix]")] = None,
@@ -80,7 +80,7 @@ def convert(
     path = _target(target, output)
     if path == STDOUT and as_json:
         raise UsageError("--json describes the file on stdout, but OUT is stdout already: name a file")
-    form = to or _by_suffix(path)
+    form = to or _choose_format(path)
     _check_layout_options(from_, form, profile, kinds)
     plan = _read_layout(source, from_, profile, kinds) if from_ in LAYOUTS else None
     if form in LAYOUTS:
@@ -116,7 +116,7 @@ def _target(target: Path | None, output: Path | None) -> Path:
     return target or output or STDOUT
 
 
-def _by_suffix(path: Path) -> Format:
+def _choose_format(path: Path) -> Format:
     known = {".csv": Format.CSV, ".json": Format.JSON, ".ds": Format.DEEPSPEED}
     form = known.get(path.suffix.lower())
     if form is None:
@@ -211,7 +211,7 @@ def _read_layout(source: ScheduleSource, form: Format | None, profile: Path | No
             raise UsageError(f"--option: a layout takes no {name}: only --from megatron has one option, group_size")
     text, name = _layout_text(source.source, form)
     assert profile is not None
-    model = Profile.load(existing_file(profile, "--profile: "))
+    model = Profile.load(check_file(profile, "--profile: "))
     read = read_megatron if form is Format.MEGATRON else read_torchtitan
     return read(text, model, ranks=source.ranks, microbatches=source.microbatches, kinds=kinds, source=name, **options)
 
@@ -225,7 +225,7 @@ def _layout_text(source: str, form: Format | None) -> tuple[str, str]:
         return source, "layout"
     if form is Format.MEGATRON and not Path(source).exists() and not set(source) & {".", "/", "\\"}:
         return source, "layout"  # a layout of one stage
-    return read_text(existing_file(Path(source)), f"{form} layout").strip(), source
+    return read_text(check_file(Path(source)), f"{form} layout").strip(), source
 
 
 def _load_plan(source: ScheduleSource, form: Format) -> Plan:

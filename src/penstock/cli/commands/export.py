@@ -40,7 +40,7 @@ def export(
         raise UsageError("the page is a long file: name one with -o FILE.html, or send it on with a pipe")
     with show_steps(1) as step:
         step("building the page")
-        text = page(options.documents(sources, lowering.checked()))
+        text = page(options.documents(sources, lowering.read_lowering()))
     if output is None:
         emit([text])
     else:

@@ -13,15 +13,15 @@ import typer
 from penstock.cli.job_options import JobOptions
 from penstock.cli.options import (
     AsJson,
+    check_file,
     check_suffix,
     count_option,
-    existing_file,
     file_option,
     read_assignments,
+    read_counts,
     read_size,
     refuse_unitless,
     text_option,
-    whole_numbers,
 )
 from penstock.cli.output import INTERRUPTED, catch_interrupt, deliver, show_planning
 from penstock.errors import CostsError, PlanError, UsageError
@@ -138,7 +138,7 @@ def plan(
         _refuse_with_gpus(unused)
         links = {"memory": read_size("--memory-limit", memory_limit), "latency": latency, "bandwidth": read_size("--bandwidth", bandwidth)}
         refuse_unitless("--memory-limit", memory_limit)
-        choices = {"schedules": _names(schedules), "microbatch": whole_numbers("--microbatch-sizes", microbatch_sizes), **job.choices}
+        choices = {"schedules": _names(schedules), "microbatch": read_counts("--microbatch-sizes", microbatch_sizes), **job.choices}
         return _plan_job(job.make_job(_read_sizes(transformer), links, headroom), choices, as_json, output)
     if ranks is None:
         raise UsageError("Missing option '-p' / '--ranks': the ranks of the pipeline; --gpus plans a whole job instead")
@@ -153,8 +153,8 @@ def plan(
     options |= {"offload": offload, "host_memory": read_size("--host-memory", host_memory)}
     options |= {"host_bandwidth": read_size("--host-bandwidth", host_bandwidth)}
     options |= {"barrier": barrier, "split": split, "headroom": headroom, "seconds": seconds, "rounds": rounds, "seed": seed}
-    options |= {"schedules": _names(schedules), "microbatch_sizes": whole_numbers("--microbatch-sizes", microbatch_sizes)}
-    options |= {"slices": whole_numbers("--slices", slices), "slice_granularity": slice_granularity}
+    options |= {"schedules": _names(schedules), "microbatch_sizes": read_counts("--microbatch-sizes", microbatch_sizes)}
+    options |= {"slices": read_counts("--slices", slices), "slice_granularity": slice_granularity}
     with catch_interrupt() as stopped, show_planning(Units(model.time_unit, is_in_bytes(model, limit))) as tell:
         try:
             best = planning.plan(model, ranks=ranks, **options, progress=tell, stop=stopped)
@@ -211,7 +211,7 @@ def _load_model(profile: Path | None, transformer: str | None) -> Profile:
     if (profile is None) == (transformer is None):
         raise UsageError("give one model: --profile FILE or --transformer SIZES" + (", not both" if profile else ""))
     if profile is not None:
-        return Profile.load(existing_file(profile, "--profile: "))
+        return Profile.load(check_file(profile, "--profile: "))
     sizes = _read_sizes(transformer)
     if not isinstance(sizes.get("flops", 1), (int, float)):
         reason = "it is the rate of a device in floating-point operations per second: write a plain number, like flops=400e12"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import AsJson, check_suffix, count_option, file_option, read_size, text_option, whole_numbers
+from penstock.cli.options import AsJson, check_suffix, count_option, file_option, read_counts, read_size, text_option
 from penstock.cli.output import deliver, show_steps
 from penstock.cli.sources import load_function
 from penstock.errors import UsageError
@@ -62,7 +62,7 @@ def profile(
     from penstock.runtime.measure.profile import profile as measure
 
     check_suffix(output, (".json", ".toml"))
-    sizes, speed = whole_numbers("--microbatch-sizes", microbatch_sizes), read_size("--bandwidth", bandwidth)
+    sizes, speed = read_counts("--microbatch-sizes", microbatch_sizes), read_size("--bandwidth", bandwidth)
     layers, sample, loss = _build(source, load_function(source))
     if not sizes:  # the sample's size, a half and a quarter of it, if they are whole
         rows = count_rows(sample)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import AsJson, check_suffix, count_option, existing_file, file_option
+from penstock.cli.options import AsJson, check_file, check_suffix, count_option, file_option
 from penstock.cli.output import deliver, to_json
 from penstock.text.numbers import format_percent
 from penstock.text.table import format_table
@@ -50,7 +50,7 @@ def read(
     from penstock.ir.formats.csv_form import write_whole
 
     check_suffix(output, SUFFIXES)
-    timeline = read_traces([existing_file(path) for path in traces], step)
+    timeline = read_traces([check_file(path) for path in traces], step)
     if output is not None:
         timeline.save(output)
     if profile is not None:

@@ -49,7 +49,7 @@ def simulate(
 
     check_unit(unit)
     suffix = check_suffix(output, SUFFIXES)
-    timed = TimelineSource.read(source, costs, per, lowering.checked())
+    timed = TimelineSource.read(source, costs, per, lowering.read_lowering())
     with show_steps(3) as step:
         step("timing")
         timeline = timed.timeline()

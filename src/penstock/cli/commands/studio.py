@@ -38,5 +38,5 @@ def studio(
 
     address = Address(host, port)
     address.check()
-    documents = options.documents(sources or [], lowering.checked())
+    documents = options.documents(sources or [], lowering.read_lowering())
     serve(documents, address, open_browser=open_browser, tell=lambda text: typer.echo(text, err=True))

@@ -52,7 +52,7 @@ def train(
         session = Session(options, quiet=as_json)
         session.run()
     except KeyboardInterrupt:
-        typer.echo("interrupted before anything was started" if session is None else session.interrupted(), err=True)
+        typer.echo("interrupted before anything was started" if session is None else session.describe_interruption(), err=True)
         return INTERRUPTED
     if session.first:
         session.save(save_plan, record, report)

@@ -176,7 +176,7 @@ class TrainOptions:
         sizes = [self.batch // (count * ranks) for count in MICROBATCHES_PER_RANK if self.batch % (count * ranks) == 0]
         return sizes or [next(size for size in range(max(1, self.batch // (2 * ranks)), 0, -1) if self.batch % size == 0)]
 
-    def how(self) -> TrainingOptions:
+    def build_options(self) -> TrainingOptions:
         """Give the settings of every rank."""
         from penstock.runtime.train.trainer import TrainingOptions, choose_device
 

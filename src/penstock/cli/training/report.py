@@ -72,14 +72,14 @@ class TrainConsole:
     def _live(self) -> bool:
         return sys.stderr.isatty() and not self.silent
 
-    def starting(self, ranks: int | None) -> AbstractContextManager[None]:
+    def announce_start(self, ranks: int | None) -> AbstractContextManager[None]:
         """Announce that processes start, which takes seconds in which nothing else is printed."""
         if ranks is not None:
             self.err.print(f"[dim]starting {ranks} processes ...[/dim]")
         return nullcontext()
 
     @contextmanager
-    def measuring(self, sizes: list[int]) -> Iterator[Callable[[TrainingProgress], None]]:
+    def show_measuring(self, sizes: list[int]) -> Iterator[Callable[[TrainingProgress], None]]:
         self.head(f"Measure the model layer by layer, for microbatches of {' and '.join(map(str, sizes))}")
         if not self._live:
             yield lambda progress: None
@@ -87,11 +87,11 @@ class TrainConsole:
         with self.err.status("measuring") as status:
             yield lambda progress: status.update(progress.activity)
 
-    def planning(self, profile: Profile) -> AbstractContextManager[Callable[[Any], None]]:
+    def show_planning_progress(self, profile: Profile) -> AbstractContextManager[Callable[[Any], None]]:
         return show_planning(Units(profile.time_unit, in_bytes=True)) if self._live else nullcontext(lambda progress: None)
 
     @contextmanager
-    def training(self, steps: int, batch: int) -> Iterator[Callable[[TrainingProgress], None]]:
+    def show_training(self, steps: int, batch: int) -> Iterator[Callable[[TrainingProgress], None]]:
         self.head(f"Train {format_count(steps, 'step')} of {format_count(batch, 'sample')}")
         with _bar(steps, batch) if self._live else nullcontext(self._lines(steps)) as show:
 
@@ -102,7 +102,7 @@ class TrainConsole:
             yield tell
 
     @contextmanager
-    def measuring_both(self, name: str, steps: int) -> Iterator[Callable[[TrainingProgress], None]]:
+    def show_measuring_both(self, name: str, steps: int) -> Iterator[Callable[[TrainingProgress], None]]:
         """Count the steps of all rounds."""
         self.head(f"Measure the plan and {name} in turns, within the same limit")
         done = count(1)
@@ -150,7 +150,7 @@ class TrainConsole:
         self.say(f"layers per stage {', '.join(map(str, plan.partition))}; the fullest rank holds {peak}{limit}")
         self.say("\n" + "\n".join(_candidate_lines(plan, SHOWN)))
 
-    def other_plan(self, name: str, plan: Plan | str) -> None:
+    def report_other_plan(self, name: str, plan: Plan | str) -> None:
         if isinstance(plan, str):
             self.say(f"\n{name} cannot be compared: {plan}")
             return
@@ -162,7 +162,7 @@ class TrainConsole:
         self.head("Prove it before it runs")
         self.say(str(proof) if plan is None else _proof_in_units(proof, plan))
 
-    def trained(self, done: TrainingResult, options: TrainOptions) -> None:
+    def report_training(self, done: TrainingResult, options: TrainOptions) -> None:
         if done.loaded is not None:
             self.say(f"resumed from {done.loaded}")
         if not done.losses:
@@ -171,7 +171,7 @@ class TrainConsole:
         median = statistics.median(done.seconds)
         self.say(f"loss {done.losses[0]:.4f} -> {done.losses[-1]:.4f}   {sparkline(done.losses)}")
         self.say(
-            f"{format_count(len(done.losses), 'step')}, {per_step(done.seconds)} each, {options.batch / median:.0f} samples per second"
+            f"{format_count(len(done.losses), 'step')}, {format_median(done.seconds)} each, {options.batch / median:.0f} samples per second"
         )
 
     def parity(self, done: TrainingResult) -> None:
@@ -187,13 +187,15 @@ class TrainConsole:
         if cores is not None:
             self.say(describe_sharing(differences.measured.ranks, cores))
         both, bubble = differences.makespan, differences.bubble
-        self.say(f"makespan {per_step([both.predicted])} predicted, {per_step([both.measured])} measured (the median of the last steps)")
+        self.say(
+            f"makespan {format_median([both.predicted])} predicted, {format_median([both.measured])} measured (median of the last steps)"
+        )
         self.say(f"bubble {bubble.predicted:.1%} predicted, {bubble.measured:.1%} measured")
 
     def contest(self, session: Session) -> None:
         self.say("\n".join(format_table(contest_rows(session), left=(0,))))
 
-    def saved(self, result: str, path: Path) -> None:
+    def report_file(self, result: str, path: Path) -> None:
         self.out.print(f"\nThe {result} is in [bold]{path}[/bold]")
 
 
@@ -249,14 +251,14 @@ def contest_rows(session: Session) -> list[tuple[str, ...]]:
     for name, chosen, seconds in ((f"the plan, {plan.name}", plan, contest.own), (contest.plan.name, contest.plan, contest.other)):
         shape = f"{chosen.microbatches} x {chosen.microbatch}"
         peak = chosen.units.size(max(chosen.predicted.peak_memory))
-        rows.append((name, shape, peak, per_step([session.predict(chosen).makespan]), per_step(seconds)))
+        rows.append((name, shape, peak, format_median([session.predict(chosen).makespan]), format_median(seconds)))
     return rows
 
 
-def per_step(seconds: list[float]) -> str:
+def format_median(seconds: list[float]) -> str:
     """Write the median of times in seconds with three digits.
 
-    >>> per_step([0.25, 0.2531, 4.0]), per_step([0.0000991])
+    >>> format_median([0.25, 0.2531, 4.0]), format_median([0.0000991])
     ('253 ms', '99.1 us')
     """
     median = statistics.median(seconds)
@@ -337,11 +339,11 @@ def _cards(session: Session, done: TrainingResult) -> Iterator[Card]:
     if session.contest is not None:
         own, other = session.contest.own, session.contest.other
         name, faster = f"against {session.contest.plan.name}, measured", session.contest.speedup
-        yield Card(name, f"{faster:.2f} times as fast", f"{per_step(own)} against {per_step(other)} per step", faster >= 1)
+        yield Card(name, f"{faster:.2f} times as fast", f"{format_median(own)} against {format_median(other)} per step", faster >= 1)
     if done.losses:
         yield Card("loss, measured", f"{done.losses[0]:.2f} → {done.losses[-1]:.2f}", f"{format_count(len(done.losses), 'step')}")
         speed = session.options.batch / statistics.median(done.seconds)
-        yield Card("training step, measured", per_step(done.seconds), f"with the optimizer; {speed:.0f} samples per second")
+        yield Card("training step, measured", format_median(done.seconds), f"with the optimizer; {speed:.0f} samples per second")
     if done.parity:
         exact = all(parity.loop.exact for parity in done.parity.values())
         worst = max(parity.loop.worst for parity in done.parity.values())
@@ -376,7 +378,7 @@ def _sections(session: Session, done: TrainingResult) -> Iterator[Section]:
     if plan is not None:
         yield _predicted(plan, None if session.contest is None else session.contest.plan)
     if done.losses:
-        yield _training(done)
+        yield _write_training(done)
     if done.parity:
         yield _parity(done)
     if differences is not None:
@@ -455,7 +457,7 @@ def _predicted(plan: Plan, other: Plan | None) -> Section:
     return Section("The predicted step", text).figure(figure, "the predicted timelines")
 
 
-def _training(done: TrainingResult) -> Section:
+def _write_training(done: TrainingResult) -> Section:
     begun = f" It resumed from step {done.resumed_at}." if done.resumed_at else ""
     figure = draw_loss_curve(done.losses, first=done.resumed_at + 1, name="loss, measured")
     return Section("Training", f"The measured loss of each step.{begun}").figure(figure, "the measured loss by step")

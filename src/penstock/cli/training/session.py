@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.output import catch_interrupt, show_steps
 from penstock.cli.sources import load_script
 from penstock.cli.training.options import AUTO, TrainOptions
-from penstock.cli.training.report import TrainConsole, describe_parity, per_step, write_report
+from penstock.cli.training.report import TrainConsole, describe_parity, format_median, write_report
 from penstock.errors import PlanError, UsageError
 from penstock.ir.formats.csv_form import write_whole
 from penstock.passes.lower import lower
@@ -73,22 +73,22 @@ class Session:
         self.first = True
         self.load = partial(load_script, options.source, os.getcwd())
         self.load()  # reports mistakes in the file at once
-        self.how = options.how()
+        self.how = options.build_options()
         self.console = TrainConsole(quiet)
         self.begun = time.perf_counter()
 
     def run(self) -> None:
         """Run everything; afterwards, the first rank has the results."""
         from penstock.runtime.train.ranks import open_ranks
-        from penstock.runtime.transport.current_group import rank, under_torchrun
+        from penstock.runtime.transport.current_group import is_under_torchrun, rank
 
-        self.first = not under_torchrun() or rank() == 0
+        self.first = not is_under_torchrun() or rank() == 0
         if not self.first:
             self.console = TrainConsole(quiet=True, silent=True)
         ranks = self.options.ranks
-        if self.options.loaded is not None and not under_torchrun():
+        if self.options.loaded is not None and not is_under_torchrun():
             ranks = self._file_ranks()
-        with self.console.starting(ranks), open_ranks(ranks) as started:
+        with self.console.announce_start(ranks), open_ranks(ranks) as started:
             self._prepare(started)
             self._train(started)
             if self.contest is not None:
@@ -118,7 +118,7 @@ class Session:
         from penstock.runtime.train.trainer import profile_file
 
         sizes = self.options.microbatch_sizes(started.ranks)
-        with self.console.measuring(sizes) as tell:
+        with self.console.show_measuring(sizes) as tell:
             profile = started.run(profile_file, self.load, self.how, sizes, report=tell)[0]
         self.console.profile(profile)
         wanted = None if self.options.schedule == AUTO else [self.options.schedule]
@@ -128,7 +128,7 @@ class Session:
         if against is not None:
             other: Plan | str = started.run_once(lambda: self._search_other(profile, started.ranks, against))
             self.contest = None if isinstance(other, str) else Contest(other)
-            self.console.other_plan(against, other)
+            self.console.report_other_plan(against, other)
         return plan
 
     def _search_other(self, profile: Any, ranks: int, name: str) -> Plan | str:
@@ -143,7 +143,7 @@ class Session:
         given = self.options
         options: dict[str, Any] = {"memory_limit": given.memory_limit, "recompute": given.recompute, "seconds": given.seconds}
         options["schedules"] = schedules
-        with catch_interrupt() as stopped, self.console.planning(profile) as tell:
+        with catch_interrupt() as stopped, self.console.show_planning_progress(profile) as tell:
             best = plan(profile, ranks=ranks, batch=given.batch, seed=given.seed, progress=tell, stop=stopped, **options)
         if stopped():
             raise KeyboardInterrupt
@@ -154,7 +154,7 @@ class Session:
     def _train(self, started: RankProcesses) -> None:
         from penstock.runtime.train.trainer import train
 
-        with self.console.training(self.options.steps, self.options.batch) as tell:
+        with self.console.show_training(self.options.steps, self.options.batch) as tell:
             chosen = self.table if self.plan is None else self.plan
             self.trained = started.run(train, self.load, chosen, self.how, report=tell)[0]
         if self.first:
@@ -166,7 +166,7 @@ class Session:
 
         assert self.contest is not None
         how = replace(self.how, steps=ROUND_STEPS, folder=None, recorded=0, check=False, open_metrics=nullcontext)
-        with self.console.measuring_both(self.contest.plan.name, ROUNDS * 2 * ROUND_STEPS) as tell:
+        with self.console.show_measuring_both(self.contest.plan.name, ROUNDS * 2 * ROUND_STEPS) as tell:
             for _ in range(ROUNDS):
                 for chosen, seconds in ((self.plan, self.contest.own), (self.contest.plan, self.contest.other)):
                     result = started.run(train, self.load, chosen, how, report=tell)[0]
@@ -176,7 +176,7 @@ class Session:
 
     def _compare(self) -> None:
         assert self.trained is not None
-        self.console.trained(self.trained, self.options)
+        self.console.report_training(self.trained, self.options)
         self.console.parity(self.trained)
         if self.differences is not None:
             self.console.differences(self.differences, self.cores)
@@ -211,7 +211,7 @@ class Session:
         within = "" if limit is None else f"Within the same {self.plan.units.size(max(limit))} per rank, "
         faster = f"{contest.speedup:.2f} times as fast as" if contest.speedup >= SAME else f"{1 / contest.speedup:.2f} times as long as"
         verb = "trains" if contest.speedup >= SAME else "takes"
-        figures = f"{per_step(contest.own)} against {per_step(contest.other)} per step, measured"
+        figures = f"{format_median(contest.own)} against {format_median(contest.other)} per step, measured"
         sentence = f"{within}the plan {verb} {faster} {contest.plan.name} ({figures}){equal}."
         return sentence[0].upper() + sentence[1:]
 
@@ -226,18 +226,18 @@ class Session:
         """Write the files that were asked for."""
         if plan is not None and self.plan is not None:
             self.plan.save(plan)
-            self.console.saved("plan", plan)
+            self.console.report_file("plan", plan)
         if record is not None and self.trained is not None and self.trained.timeline is not None:
             self.trained.timeline.save(record, **({} if record.name.endswith(".json") else {"unit": "s"}))
-            self.console.saved("measured step", record)
+            self.console.report_file("measured step", record)
         if report is not None:
             report.parent.mkdir(parents=True, exist_ok=True)
             with show_steps(1) as step:
                 step("drawing the report")
                 write_whole(report, write_report(self))
-            self.console.saved("report", report)
+            self.console.report_file("report", report)
 
-    def interrupted(self) -> str:
+    def describe_interruption(self) -> str:
         """Describe the state of the run after Ctrl-C."""
         step, folder = self.console.step, self.options.checkpoints
         where = f" after step {step} of {self.options.steps}" if step else ""

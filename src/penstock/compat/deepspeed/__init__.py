@@ -8,10 +8,8 @@ Names that need torch are loaded when they are first used.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.compat.deepspeed.proof import as_deepspeed, prove, to_program
@@ -22,6 +20,7 @@ from penstock.compat.deepspeed.topology import (
     ProcessTopology,
 )
 from penstock.errors import MissingExtraError, ScheduleError
+from penstock.ir.formats.reading import read_json
 
 if TYPE_CHECKING:
     from penstock.compat.deepspeed.engine import PipelineEngine
@@ -78,7 +77,7 @@ def _read_mapping(config: Any) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
     try:
-        content = json.loads(Path(config).read_text(encoding="utf-8"))
+        content = read_json(config)
     except (OSError, TypeError, ValueError):
         return {}
     return content if isinstance(content, Mapping) else {}

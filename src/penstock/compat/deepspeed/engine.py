@@ -148,7 +148,7 @@ class PipelineEngine:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that this stage updates, each once, under the model's own names; tied ones come last."""
-        return self._parameters.named()
+        return self._parameters.list_named()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
@@ -286,7 +286,7 @@ class PipelineEngine:
 
     def _run(self, make: Callable[[], Any], count: int, *, training: bool) -> StepInput:
         """Run one batch; its losses and outputs are in the feed's share."""
-        commands, buffers, everyone = self._together(lambda: self._meet(make), lambda: "making the schedule")
+        commands, buffers, everyone = self._run_together(lambda: self._meet(make), lambda: "making the schedule")
         labels = self.loss_fn is not None and (training or self._losses is not None)
         executor = self._prepare(count, everyone, training, labels)
         places = [(step, each) for step, instructions in enumerate(commands) for each in instructions]
@@ -308,8 +308,8 @@ class PipelineEngine:
         backup = GradientBackup.take(self.module.parameters())
         try:
             if training:
-                self._together(self._parameters.begin, lambda: "the batch")
-            self._together(lambda: executor.run(feed), describe_place)
+                self._run_together(self._parameters.begin, lambda: "the batch")
+            self._run_together(lambda: executor.run(feed), describe_place)
         except BaseException:
             backup.restore()
             raise
@@ -317,7 +317,7 @@ class PipelineEngine:
             self._feed = NO_INPUT
         return feed
 
-    def _together(self, body: Callable[[], _Result], place: Callable[[], str]) -> _Result:
+    def _run_together(self, body: Callable[[], _Result], place: Callable[[], str]) -> _Result:
         """Run what all ranks take part in; a failure is raised on all of them, with `place` saying where it was."""
         world, rank = self._world, self._rank
         world.enter(rank, self._deadline)
@@ -343,7 +343,7 @@ class PipelineEngine:
         for instruction in chain.from_iterable(commands):
             self._find_function(instruction)
         data = None if self.data_iterator is None else self._world.ident(self.data_iterator)
-        mine = proofs.plain(commands), buffers, data, type(made).__name__
+        mine = proofs.to_plain(commands), buffers, data, type(made).__name__
         return commands, buffers, self._gather_all("begin of a batch", mine)
 
     def _prepare(self, count: int, everyone: Sequence[Any], training: bool, labels: bool) -> Executor:
@@ -363,12 +363,12 @@ class PipelineEngine:
         key = (streams, buffers, count, labels)
         if training not in self._known or self._known[training][0] != key:
             proved: Program | None = None
-            strange = next(filter(None, map(proofs.unknown, streams)), None)
+            strange = next(filter(None, map(proofs.find_unknown, streams)), None)
             if strange is None:
                 program = proved = proofs.program_of(streams, count, buffers, strict=self.strict, labels=labels, name=made[0])
             else:
                 logger.info("%s is an instruction of your own: the streams run without a proof", strange)
-                program = proofs.unproved_program_of(streams, count, buffers, training=training, labels=labels)
+                program = proofs.build_unproved_program(streams, count, buffers, training=training, labels=labels)
             executor = self._make_executor(program)
             operations = {(each.kind, each.microbatch): run for each, run in zip(executor.actions, executor.operations, strict=True)}
             self._known[training] = key, executor, operations, proved
@@ -436,7 +436,7 @@ class PipelineEngine:
         self._read("LoadMicroBatch", buffer_id)
         if microbatch >= len(feed.args):
             raise ScheduleError(f"it loads one microbatch more than the {len(feed.args)} of the batch: remove it, or change micro_batches")
-        inputs, *labels = self._next_batch()
+        inputs, *labels = self._take_batch()
         if self.is_first_stage():
             wanted = self._reader.duties.training and self._inputs_need_gradients
             feed.args[microbatch] = (_copy_inputs(_as_tuple(inputs), wanted),)
@@ -449,7 +449,7 @@ class PipelineEngine:
         function = getattr(self.module, "activation_checkpoint_func", recompute)
         return function is not recompute and getattr(self.module, "activation_checkpoint_interval", 0) > 0
 
-    def _next_batch(self) -> Any:
+    def _take_batch(self) -> Any:
         if self.data_iterator is None and self.batch_fn is None:
             raise ScheduleError("there is no data: give train_batch(data_iter=...) to the first and the last stage")
         try:
@@ -656,7 +656,7 @@ class StageParameters:
         self.group, self.rank, self.deadline = group, stage, deadline
         self.partition = Partition(tuple(part and _prefix(part, f"stage {number}") for number, part in enumerate(partition.parts)))
         ties = self._find_ties(candidates)
-        self.tied = bool(ties or self.partition.tied())
+        self.tied = bool(ties or self.partition.list_tied())
         """Whether any stages share parameters."""
         self.shared = SharedParameters(
             self.partition,
@@ -689,7 +689,7 @@ class StageParameters:
     def _unique(self, name: str) -> str:
         return f"stage {self.rank}.{name}"
 
-    def _plain(self, name: str) -> str:
+    def _strip_prefix(self, name: str) -> str:
         return name.removeprefix(self._unique(""))
 
     def gather(self, name: str, value: Any) -> list[Any]:
@@ -705,18 +705,18 @@ class StageParameters:
                 yield name, parameter
             seen.add(id(parameter))
 
-    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def list_named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that this stage updates, under the model's own names; tied ones come last.
 
         So the first of them, under whose name a checkpoint notes the options that many have in common, belongs to no other stage.
         """
         mine = [(name, parameter) for name, parameter in self.local_parameters() if name in self.shared.owned]
-        return ((self._plain(name), parameter) for name, parameter in sorted(mine, key=lambda each: each[0] in self.shared.tied))
+        return ((self._strip_prefix(name), parameter) for name, parameter in sorted(mine, key=lambda each: each[0] in self.shared.tied))
 
     def places(self) -> dict[str, Place]:
         """For each name of this stage's parameters, the first place of the parameter in the model."""
         first = {id(parameter): self.shared.place[name] for name, parameter in self.local_parameters()}
-        return {self._plain(name): first[id(parameter)] for name, parameter in self.local_parameters(unique=False)}
+        return {self._strip_prefix(name): first[id(parameter)] for name, parameter in self.local_parameters(unique=False)}
 
     def begin(self) -> None:
         """Set aside the gradients of earlier batches, so that only those of this batch are summed over the stages."""
@@ -756,7 +756,7 @@ class Replicas:
             if replica != self.rank and {each[-1] for each in theirs} & {each[-1] for each in mine}:
                 raise ScheduleError("two replicas have a parameter that is one object: build the layers on every rank, or give LayerSpec")
         copies = ReplicatedTensors({stage: module}, {})
-        copies.broadcast(self._group.connect_collectives(self.deadline), copies.everything())
+        copies.broadcast(self._group.connect_collectives(self.deadline), copies.list_everything())
 
     def _gather(self, name: str, value: Any) -> list[Any]:
         return [value] if self.count == 1 else self._group.gather(self.rank, name, value, self.deadline)

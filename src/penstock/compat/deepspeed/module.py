@@ -205,11 +205,11 @@ class PipelineModule(nn.Module):
         for key, module in self.tied_modules.items():
             kind = f"{type(module).__module__}.{type(module).__qualname__}"
             names: dict[int, Hashable] = {id(parameter): (key, kind, name) for name, parameter in module.named_parameters()}
-            names |= {id(parameter): (key, attribute) for attribute, parameter in self._tied_weights(key, module)}
+            names |= {id(parameter): (key, attribute) for attribute, parameter in self._list_tied_weights(key, module)}
             candidates |= {names[id(parameter)]: parameter for parameter in module.parameters()}
         return candidates
 
-    def _tied_weights(self, key: str, module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+    def _list_tied_weights(self, key: str, module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
         for attribute in self.tied_weight_attrs[key]:
             try:
                 weight = operator.attrgetter(attribute)(module)

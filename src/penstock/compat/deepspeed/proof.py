@@ -60,15 +60,17 @@ def to_program(factory: Factory, *, micro_batches: int, stages: int, strict: boo
         raise ScheduleError(f"a pipeline has at least one stage, got stages={stages}")
     made = [factory(micro_batches=micro_batches, stages=stages, stage_id=stage) for stage in range(stages)]
     name = getattr(factory, "__name__", "")
-    return program_of([plain(each) for each in made], micro_batches, [each.num_pipe_buffers() for each in made], strict=strict, name=name)
+    return program_of(
+        [to_plain(each) for each in made], micro_batches, [each.num_pipe_buffers() for each in made], strict=strict, name=name
+    )
 
 
-def plain(steps: Iterable[Iterable[Any]]) -> Stream:
+def to_plain(steps: Iterable[Iterable[Any]]) -> Stream:
     """The instructions of any schedule, ours or DeepSpeed's own, as the values that the passes use."""
     return [[Instruction(each.name, each.kwargs.get("buffer_id")) for each in step] for step in steps]
 
 
-def unknown(stream: Stream) -> Instruction | None:
+def find_unknown(stream: Stream) -> Instruction | None:
     """The first instruction whose meaning is not known."""
     return next((each for step in stream for each in step if each.name not in KNOWN), None)
 
@@ -84,7 +86,7 @@ def program_of(
 ) -> Program:
     """The proved program of these streams, one per stage; `labels` says whether the last stage needs labels for its loss."""
     for stage, stream in enumerate(streams):
-        strange = unknown(stream)
+        strange = find_unknown(stream)
         if strange is not None:
             raise PassError(f"stage {stage}: the meaning of {strange} is not known, so its stream cannot be proved")
     training = any(each.name in TRAINING for stream in streams for step in stream for each in step)
@@ -100,7 +102,9 @@ def program_of(
     return program
 
 
-def unproved_program_of(streams: Sequence[Stream], micro_batches: int, buffers: Sequence[int], *, training: bool, labels: bool) -> Program:
+def build_unproved_program(
+    streams: Sequence[Stream], micro_batches: int, buffers: Sequence[int], *, training: bool, labels: bool
+) -> Program:
     """The program of streams with instructions of unknown meaning, which are passed over.
 
     If the other instructions make no sense by themselves, it has the microbatches in their order, all forwards first.
@@ -284,12 +288,12 @@ def _fit_sizes(table: Table, micro_batches: int, stages: int) -> Table:
 def _prove_streams(table: Table) -> Sequence[Stream]:
     """The streams of all stages, proved for an engine with one loss, one gradient and sends that block."""
     merged = MergeBackward(apart=True).apply(Program.start(table)).schedule()
-    found = write_streams(_one_loss(merged) if table.training else merged)
+    found = write_streams(_pair_last_rank(merged) if table.training else merged)
     program_of(found, table.microbatches, [_num_buffers(stream) for stream in found], name=table.name)
     return found
 
 
-def _one_loss(schedule: Schedule) -> Schedule:
+def _pair_last_rank(schedule: Schedule) -> Schedule:
     """The same with each backward of the last rank right after its forward, where it can always run."""
     rows = [schedule.row(rank) for rank in range(schedule.ranks)]
     last = Rows.join([rows[-1]])

@@ -143,8 +143,8 @@ class PipelineParallelGrid:
         self.stage_id, self.data_parallel_id = self.get_stage_id(), self.get_data_parallel_id()
         self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == self.pipe_parallel_size - 1
         self.dp_groups, self.pipe_groups = self._lists("data"), self._lists("pipe")
-        self.dp_group, self.pp_group, self.slice_group = (self._along(axis) for axis in ("data", "pipe", "model"))
-        self.p2p_groups = self._next_ranks()
+        self.dp_group, self.pp_group, self.slice_group = (self._list_along(axis) for axis in ("data", "pipe", "model"))
+        self.p2p_groups = self._list_next()
         replica = self._topo.filter_match(data=self.data_parallel_id) if "data" in self._topo.axes else list(range(self.world_size))
         self.ds_model_rank, self.ds_model_world_size = replica.index(self.global_rank), len(replica)
         self._process_groups = _process_groups(data=self.dp_group, pipe=self.pp_group, slice=self.slice_group, model=replica)
@@ -152,11 +152,11 @@ class PipelineParallelGrid:
     def _lists(self, axis: str) -> list[list[int]]:
         return self._topo.get_axis_comm_lists(axis) or [[rank] for rank in range(self.world_size)]
 
-    def _along(self, axis: str) -> list[int]:
+    def _list_along(self, axis: str) -> list[int]:
         """This rank and those that differ from it along the axis alone."""
         return next(ranks for ranks in self._lists(axis) if self.global_rank in ranks)
 
-    def _next_ranks(self) -> list[list[int]]:
+    def _list_next(self) -> list[list[int]]:
         """Every rank with that of the next stage; after the last stage comes the first."""
         following = {rank: ranks[(at + 1) % len(ranks)] for ranks in self.pipe_groups for at, rank in enumerate(ranks)}
         return [[rank, following[rank]] for rank in range(self.world_size)]

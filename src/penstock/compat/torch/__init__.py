@@ -5,7 +5,7 @@ through a schedule, whose `OrderRunner` runs its rank's order, built and proved 
 modules with torch's names: the others are ours.
 """
 
-# ruff: noqa: E402 - the version of torch is checked before the other modules are imported
+# ruff: noqa: E402 - the version of torch and its private names are checked before the other modules are imported
 
 from __future__ import annotations
 
@@ -16,16 +16,35 @@ try:
 except ImportError as error:
     raise MissingExtraError("penstock.compat.torch", "torch", "torch") from error
 
-_LEAST = (2, 11)
+from penstock.runtime.torch_internals.lookup import check_names
+from penstock.runtime.torch_internals.version import check_torch_version
 
-
-def check_version(version: str) -> None:
-    """Refuse a torch whose pipelining package differs from the one that this package builds on."""
-    if tuple(map(int, version.split(".")[:2])) < _LEAST:
-        raise MissingExtraError("penstock.compat.torch", f"torch {_LEAST[0]}.{_LEAST[1]} or later (there is {version})", "torch")
-
-
-check_version(_torch.__version__)
+check_torch_version(_torch.__version__)
+check_names(
+    "torch.distributed.pipelining._IR.Pipe.from_tracing",
+    "torch.distributed.pipelining._IR.SplitPoint",
+    "torch.distributed.pipelining._IR._modify_graph_op_device",
+    "torch.distributed.pipelining._IR.pipe_split",
+    "torch.distributed.pipelining._IR.pipeline",
+    "torch.distributed.pipelining._backward",
+    "torch.distributed.pipelining._debug.friendly_debug_info",
+    "torch.distributed.pipelining._debug.map_debug_info",
+    "torch.distributed.pipelining._schedule_visualizer._ComputationTypeVisual",
+    "torch.distributed.pipelining._schedule_visualizer.action_type_to_color_mapping",
+    "torch.distributed.pipelining._unflatten",
+    "torch.distributed.pipelining._utils.PipeInfo",
+    "torch.distributed.pipelining._utils.flatten_args",
+    "torch.distributed.pipelining._utils.generate_stage_to_rank_mapping",
+    "torch.distributed.pipelining.microbatch._CustomReducer",
+    "torch.distributed.pipelining.microbatch._LossReducer",
+    "torch.distributed.pipelining.microbatch._Replicate",
+    "torch.distributed.pipelining.microbatch._split_block_mask",
+    "torch.distributed.pipelining.schedules._PipelineSchedule.register",
+    "torch.distributed.pipelining.stage._PipelineStage",
+    "torch.distributed.pipelining.stage._PipelineStageBase",
+    "torch.distributed.pipelining.stage._RecvInfo",
+    "torch.distributed.pipelining.stage._normalize_model_output_as_tuple",
+)
 
 from penstock.compat.torch._IR import Pipe, SplitPoint, pipe_split, pipeline
 from penstock.compat.torch.schedules import (

@@ -18,6 +18,7 @@ from torch.distributed.pipelining import _backward as _torch_backward
 from torch.nn import Parameter
 
 from penstock.compat.torch._debug import map_debug_info
+from penstock.runtime.torch_internals.tensors import is_view
 
 Grads = tuple[Tensor | None, ...]
 Group = dict[str, Any]
@@ -144,7 +145,7 @@ def stage_backward_input(
 def free_graph(outputs: Sequence[Any]) -> None:
     """Free the graph behind outputs, as far as they hold it."""
     for output in outputs:
-        if isinstance(output, Tensor) and not output._is_view():  # a view cannot be detached in place
+        if isinstance(output, Tensor) and not is_view(output):  # a view cannot be detached in place
             output.detach_()
 
 

@@ -15,6 +15,7 @@ from torch.distributed.pipelining import _utils, schedules
 from torch.distributed.pipelining import stage as _torch_stage
 
 from penstock.compat.torch import older_metadata
+from penstock.runtime.torch_internals.lookup import check_names, check_private
 
 _stage: Any = _torch_stage
 
@@ -27,9 +28,30 @@ WRITES_WAITS = hasattr(schedules, "WAIT_SEND_F")
 FINALIZES_BACKWARD = hasattr(_stage, "GradientReductionHandle")
 """Whether FSDP reduces gradients asynchronously, when told to (since 2.15)."""
 
+check_private(
+    _stage._PipelineStageBase,
+    *("_check_chunk_id", "_prepare_forward_infra", "_prepare_backward_infra", "_retrieve_recv_activations", "_retrieve_recv_grads"),
+)
+
 
 # Descriptions of tensors ----------------------------------------------------------------------------------------------
 
+if HAS_METADATA:
+    check_private(_stage.PipelineStage, "_compute_outputs", "_post_metadata_inference_cleanup", "_validate_inferred_metadata")
+    check_private(_stage._PipelineStageBase, "_validate_stage_tensors")
+    check_names(
+        "torch.distributed.pipelining._utils.InferenceMode",
+        "torch.distributed.pipelining._utils.PipeliningMetadataError",
+        "torch.distributed.pipelining._utils._DTensorMeta",
+        "torch.distributed.pipelining._utils._StageMeta",
+        "torch.distributed.pipelining._utils._TensorMeta",
+        "torch.distributed.pipelining._utils.extract_tensor_meta",
+        "torch.distributed.pipelining._utils.extract_tensor_metas",
+        "torch.distributed.pipelining._utils.to_local_if_dtensor",
+        "torch.distributed.pipelining._utils.validate_and_normalize_to_tuple",
+    )
+else:
+    check_private(_stage, "_RootArgPlaceholder")
 metadata: Any = _utils if HAS_METADATA else older_metadata
 """`InferenceMode`, `PipeliningMetadataError`, `_DTensorMeta`, `_StageMeta`, `_TensorMeta` and the functions that build and check them."""
 

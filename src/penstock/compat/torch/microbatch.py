@@ -22,9 +22,9 @@ from torch.distributed.pipelining.microbatch import (
 )
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from penstock.runtime.batch.microbatch import microbatch_sizes
+from penstock.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
     "TensorChunkSpec",

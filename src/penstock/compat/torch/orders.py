@@ -261,7 +261,7 @@ UnshardLookahead = Literal["full", "auto"] | tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class LoweringOptions:
+class TorchLowering:
     """The options of torch's schedules for how a compute order is lowered."""
 
     max_active_stages: int = 3
@@ -287,7 +287,7 @@ class LoweringOptions:
         return WRITES_WAITS or self.defer_reduce_grad_wait or self.max_outstanding_sends is not None
 
 
-def lower_order(order: Order, placement: Placement, options: LoweringOptions) -> DenseOrder:
+def lower_order(order: Order, placement: Placement, options: TorchLowering) -> DenseOrder:
     """Lower a compute order as `_PipelineScheduleRuntime` does: sharding, reductions, messages, then waits."""
     lookahead = resolve_unshard_lookahead(options.unshard_lookahead, len(order), options.max_active_stages)
     _refuse_many_at_once(order, options.max_active_stages)
@@ -312,7 +312,7 @@ def reduce_grad(waits: bool, deferred: bool) -> ReduceGrad:
     return ReduceGrad("none" if not waits else "deferred" if deferred else "now")
 
 
-def take_lowered(order: DenseOrder, rank_of_stage: StageToRank, options: LoweringOptions) -> DenseOrder:
+def take_lowered(order: DenseOrder, rank_of_stage: StageToRank, options: TorchLowering) -> DenseOrder:
     """Check an order that has its messages. Waits may be left out: a step waits for everything at its end."""
     lookahead = resolve_unshard_lookahead(options.unshard_lookahead, len(order), options.max_active_stages)
     if set(lookahead) != {options.max_active_stages}:

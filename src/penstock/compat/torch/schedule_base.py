@@ -39,6 +39,7 @@ from penstock.compat.torch.stage import PipelineStage
 from penstock.compat.torch.stage_messages import BatchShare
 from penstock.errors import ScheduleError
 from penstock.runtime.batch.loss import Loss
+from penstock.runtime.torch_internals.autograd import is_profiling
 
 LossFunction = Callable[..., Any]
 _TORCH_SCHEDULE: Any = _torch_schedules._PipelineSchedule
@@ -558,7 +559,7 @@ class OrderRunner:
         actions = self.settings.actions
         self.inputs, position, failed = inputs, 0, True
         try:
-            watched = torch.autograd._profiler_enabled() or schedule_log.isEnabledFor(logging.DEBUG)  # type: ignore[attr-defined]
+            watched = is_profiling() or schedule_log.isEnabledFor(logging.DEBUG)
             for position, operation in self._watch_operations() if watched else self.operations:  # noqa: B007 - read after a failure
                 operation(self)
             position = len(actions)

@@ -14,7 +14,6 @@ from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.pipelining import schedules as _torch_schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
@@ -27,10 +26,10 @@ from penstock.compat.torch.microbatch import TensorChunkSpec
 from penstock.compat.torch.orders import (
     COMPUTE_TYPES,
     DenseOrder,
-    LoweringOptions,
     Order,
     PipelineActivationLiveness,
     SpacedOrder,
+    TorchLowering,
     Type,
     UnshardLookahead,
     _Action,
@@ -58,6 +57,8 @@ from penstock.ir.placement import Placement
 from penstock.ir.program import Program
 from penstock.ir.table import Table
 from penstock.passes.lower import lower
+from penstock.runtime.parallel.fsdp import find_communication_context
+from penstock.runtime.torch_internals.lookup import find_private
 from penstock.schedules.registry import schedule
 from penstock.verifier.finding import report
 from penstock.verifier.verify import check
@@ -77,6 +78,8 @@ __all__ = [
     "get_schedule_class",
 ]
 
+OptimizedModule: Any = find_private("torch._dynamo.OptimizedModule")
+"""What `torch.compile` returns for a module."""
 _OURS = (orders, schedule_base, stage_names, microbatch, metadata)
 """The modules in which names are looked up that torch's module defines but does not export."""
 _RENAMED: dict[str, Any] = {
@@ -338,8 +341,8 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
     """Runs `pipeline_order_with_comms`, which is loaded from a file, lowered from a compute order, or set by a subclass."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        names = [option.name for option in fields(LoweringOptions)]
-        self._lowering = LoweringOptions(**{name: kwargs.pop(name) for name in names if name in kwargs})
+        names = [option.name for option in fields(TorchLowering)]
+        self._lowering = TorchLowering(**{name: kwargs.pop(name) for name in names if name in kwargs})
         super().__init__(*args, **kwargs)
         self.unshard_ops: dict[int, list[UnshardHandle]] = defaultdict(list)
         self._proved: DenseOrder | None = None
@@ -384,7 +387,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         owner: dict[int, int] = {}
         for stage in self._stages:
             if isinstance(stage.submod, FSDPModule):
-                context = id(stage.submod._get_fsdp_state()._comm_ctx)
+                context = id(find_communication_context(stage.submod))
                 if owner.setdefault(context, stage.stage_index) != stage.stage_index:
                     raise ValueError(
                         "defer_reduce_grad_wait does not support FSDP stages that share a communication context. Do not call "

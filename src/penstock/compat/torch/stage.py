@@ -58,7 +58,8 @@ from penstock.runtime.parallel.gradients import BufferBackup
 from penstock.runtime.split_backward.deferrable import run_backward
 from penstock.runtime.split_backward.deferral import Deferral
 from penstock.runtime.tensors.dtensor import is_async_collective, wait_for_collective
-from penstock.runtime.transport.group import nothing
+from penstock.runtime.torch_internals.lookup import check_private, find_private
+from penstock.runtime.transport.group import do_nothing
 
 __all__ = ["PipelineStage", "PipelineStageInfo", "_PipelineStage", "_PipelineStageBase", "build_stage"]
 
@@ -68,6 +69,7 @@ def __getattr__(name: str) -> Any:
     return getattr(next((module for module in (_backward, metadata) if name in vars(module)), _torch_stage), name)
 
 
+_find_tensors: Callable[[Any], Iterable[Tensor]] = find_private("torch.nn.parallel.distributed._find_tensors")
 ForwardContextFactory = Callable[[Any], AbstractContextManager[Any]]
 
 
@@ -104,7 +106,7 @@ class StageBackward:
         if not (self.splits and torch.is_grad_enabled()):
             return run()
         deferral = self.deferrals[microbatch] = Deferral()
-        with self.stage.deferrable().forward(deferral):
+        with self.stage.find_deferrable().forward(deferral):
             return run()
 
     def backward(self, microbatch: int, outputs: Any, grads: Any, inputs: list[Any]) -> Grads:
@@ -141,7 +143,7 @@ class StageBackward:
                 if deferral is None:
                     run_backward(ends, starts)
                 else:
-                    self.stage.deferrable().backward_input(deferral, ends, starts)
+                    self.stage.find_deferrable().backward_input(deferral, ends, starts)
             return tuple(map(take_grad, inputs))
         except Exception as error:
             raise describe_failure("stage backward", outputs, grads, inputs) from error
@@ -163,7 +165,8 @@ def synchronize_on_last(module: Any, outputs: Any, last: bool) -> Iterator[None]
     """Run a backward that only accumulates gradients; in the last one, DDP reduces them as they are computed."""
     if isinstance(module, DistributedDataParallel):
         if last:
-            tensors = torch.nn.parallel.distributed._find_tensors(outputs)  # type: ignore[no-untyped-call]
+            check_private(module, "reducer")
+            tensors = _find_tensors(outputs)
             module.reducer.prepare_for_backward(list(tensors))
             yield
         else:
@@ -482,7 +485,7 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
         }
         whole = full_backward or self.dw_builder is not None
         input_grads, _ = self.backward_maybe_with_nosync("full" if whole else "input", bwd_kwargs, last_backward)
-        runner = nothing if self.dw_builder is None else self.dw_builder()  # `StageBackward` runs the backward for the weights
+        runner = do_nothing if self.dw_builder is None else self.dw_builder()  # `StageBackward` runs the backward for the weights
         if not full_backward:
             self.dw_runner[bwd_chunk_id] = runner
         else:

@@ -106,7 +106,7 @@ class StageMessages:
         self.communicated = True
         key, tag = (other.stage, kind, microbatch), _compute_tag(self.stage, kind, microbatch)
         form = self.forms.get(key)
-        frame, overflow = frames.empty(frames.TRAILER if form is None else form.size), 0
+        frame, overflow = frames.allocate_bytes(frames.TRAILER if form is None else form.size), 0
         if form is not None and form.fits(value):
             form.pack(value, frame.data_ptr())
         else:
@@ -126,7 +126,7 @@ class StageMessages:
         if (kind, microbatch) in self.left_over:
             return []
         form = self.forms.get((other.stage, kind, microbatch))
-        frame = frames.empty(frames.TRAILER) if form is None else form.frame()
+        frame = frames.allocate_bytes(frames.TRAILER) if form is None else form.frame()
         frames.trailer(frame)[_STAGE] = _NO_STAGE
         self.posted[kind, microbatch] = frame, other
         tag = _compute_tag(other.stage, kind, microbatch)
@@ -176,7 +176,7 @@ class StageMessages:
         key, overflow = (other.stage, kind, microbatch), frames.trailer(frame)[frames.OVERFLOW]
         if not overflow:
             return self.forms[key].unpack(frame)
-        more = frames.empty(overflow)
+        more = frames.allocate_bytes(overflow)
         self._receive_now(more, other, _compute_tag(other.stage, kind, microbatch) + 1)
         self.forms[key], value = frames.unpack_new(more)
         return value

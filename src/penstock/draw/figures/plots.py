@@ -153,7 +153,7 @@ class _Plot:
         for line in axes.lines:
             left, bottom, right, top = (line.get_window_extent().get_points() / axes.figure.dpi).ravel().tolist()
             taken.append((left, bottom, right, top))
-        for candidate in dict.fromkeys([chosen, *self._front()]):
+        for candidate in dict.fromkeys([chosen, *self._find_front()]):
             bold, name = candidate is chosen, f"{candidate.name}{', recomputed' if candidate.recompute else ''}"
             box = self._free_box(axes, candidate, text_width(name, SMALL, bold), taken)
             if box is None:
@@ -192,7 +192,7 @@ class _Plot:
                 [x, end[0]], [y, end[1]], color=FAINT, linewidth=0.5, transform=axes.figure.dpi_scale_trans, scalex=False, scaley=False
             )
 
-    def _front(self) -> Sequence[Candidate]:
+    def _find_front(self) -> Sequence[Candidate]:
         """The candidates that no other beats in both time and memory."""
         front: list[Candidate] = []
         for candidate in sorted(self.shown, key=lambda candidate: (self._memory(candidate), self._time(candidate))):

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.draw.boxes import Boxes, collective_boxes, compute_boxes, copy_boxes, most_held, optimizer_boxes, shares, widest_label
+from penstock.draw.boxes import (
+    Boxes,
+    collective_boxes,
+    compute_boxes,
+    copy_boxes,
+    find_most_held,
+    make_widest_label,
+    optimizer_boxes,
+    shares,
+)
 from penstock.draw.figures.canvas import FAINT, IDLE, PAPER, POINTS, annotate, text_width
 from penstock.draw.palette import HOST, OPTIMIZER, SHARDING, TONES, Tone, lighten, rgb, shade
 from penstock.draw.summary import format_memory
@@ -136,7 +145,7 @@ class RankRows:
     @property
     def _widest(self) -> str:
         """A text as wide as any label, so that all boxes of a kind are labelled or none."""
-        return widest_label(self.timeline.table)
+        return make_widest_label(self.timeline.table)
 
     def _label(self, axes: Axes, of: Ints, tone: Tone, bounds: tuple[Floats, Floats], size: float) -> None:
         boxes, (top, bottom) = self.boxes, bounds
@@ -300,7 +309,7 @@ def draw_map(axes: Axes, scale: Axes, timeline: Timeline, columns: int, labels: 
     colours = LinearSegmentedColormap.from_list("memory", SHADES)
     most = max(timeline.peak_memory) or 1.0
     edges = np.linspace(0.0, timeline.makespan, columns + 1)
-    held = np.array([most_held(timeline.memory(rank), edges) for rank in range(timeline.ranks)])
+    held = np.array([find_most_held(timeline.memory(rank), edges) for rank in range(timeline.ranks)])
     extent = (0.0, timeline.makespan, float(timeline.ranks), 0.0)
     axes.imshow(held, extent=extent, aspect="auto", interpolation="nearest", cmap=colours, vmin=0.0, vmax=most)
     scale.imshow(np.linspace(most, 0.0, 64)[:, None], extent=(0, 1, 0, most), aspect="auto", cmap=colours, vmin=0.0, vmax=most)
@@ -315,7 +324,7 @@ def draw_map(axes: Axes, scale: Axes, timeline: Timeline, columns: int, labels: 
 def draw_band(axes: Axes, timeline: Timeline, most: float, columns: int, labels: PeakLabels) -> None:
     """Draw the fullest rank in a light colour and the emptiest in a dark one, from 0 to `most`."""
     edges = np.linspace(0.0, timeline.makespan, columns + 1)
-    held = np.array([most_held(timeline.memory(rank), edges) for rank in range(timeline.ranks)])
+    held = np.array([find_most_held(timeline.memory(rank), edges) for rank in range(timeline.ranks)])
     for level, fill in ((held.max(axis=0), FILLS["receive buffers"]), (held.min(axis=0), FILLS["activations"])):
         axes.stairs(level, edges, fill=True, color=fill, clip_on=False)
     axes.plot([0, timeline.makespan], [0, 0], color=FAINT, linewidth=0.4, clip_on=False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.draw.boxes import collective_boxes, copy_boxes, widest_label
+from penstock.draw.boxes import collective_boxes, copy_boxes, make_widest_label
 from penstock.draw.figures.canvas import FAINT, IDLE, INK, PAPER, POINTS, SMALL, TEXT, text_width
 from penstock.draw.figures.rank_rows import FILLS, LEAST_LABEL, is_mixed, uses
 from penstock.draw.palette import HOST, OPTIMIZER, SHARDING, TONES, shade
@@ -63,7 +63,7 @@ class Sheet:
         end = max(timeline.makespan for timeline in timelines) or 1.0
         if width is not None and not LEAST_WIDTH <= width <= MOST_WIDTH:
             raise UsageError(f"a width of {width} inches: it must be from {LEAST_WIDTH} to {MOST_WIDTH}")
-        return cls(end, _needed_width(timelines, end) if width is None else width, unit, legend)
+        return cls(end, _find_width(timelines, end) if width is None else width, unit, legend)
 
     @property
     def zoom(self) -> float:
@@ -174,11 +174,11 @@ def check_names(what: str, count: int, names: Sequence[str] | None) -> None:
         raise UsageError(f"{count} {what} and {len(names or ())} names: give at least one, and a name for each or none")
 
 
-def _needed_width(timelines: Sequence[Timeline], end: float) -> float:
+def _find_width(timelines: Sequence[Timeline], end: float) -> float:
     needed = 0.0
     for timeline in timelines:
         lengths = (timeline.end - timeline.start)[timeline.computes & (timeline.end > timeline.start)]
-        label = text_width(widest_label(timeline.table), LEAST_LABEL + 1.5) + 2.0 / POINTS
+        label = text_width(make_widest_label(timeline.table), LEAST_LABEL + 1.5) + 2.0 / POINTS
         needed = max(needed, end / float(np.quantile(lengths, 0.05)) * label if len(lengths) else 0.0)
     return float(np.clip(needed + _LEFT + _RIGHT, NARROWEST, WIDEST))
 

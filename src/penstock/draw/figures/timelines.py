@@ -13,7 +13,7 @@ import numpy as np
 from penstock.draw.figures.canvas import FAINT, INK, POINTS, SMALL, annotate, use_style
 from penstock.draw.figures.rank_rows import MOST_CURVES, PeakLabels, RankRows, draw_band, draw_curves, draw_map
 from penstock.draw.figures.sheet import Band, LegendEntry, Sheet, check_names, timeline_entries
-from penstock.draw.summary import WORDS, format_memory, format_time, fullest_rank, shape_of, title_of
+from penstock.draw.summary import WORDS, find_fullest_rank, format_memory, format_time, shape_of, title_of
 from penstock.ir.rows import Floats
 from penstock.simulator.comparison.differences import Differences
 from penstock.simulator.timeline import Timeline
@@ -71,7 +71,7 @@ class _Panels:
             yield [self.sheet.header(name, self._facts(timeline)), self._rows(panel, timeline), *self._memory(timeline)]
 
     def _facts(self, timeline: Timeline) -> list[str]:
-        peak, sheet = fullest_rank(timeline), self.sheet
+        peak, sheet = find_fullest_rank(timeline), self.sheet
         return [
             ", ".join(shape_of(timeline)),
             f"makespan {format_time(timeline.makespan, sheet.unit)}",

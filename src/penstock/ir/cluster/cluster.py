@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import CostsError, FileFormatError, nearest
 from penstock.ir.cluster.links import Bandwidth, Lanes, Latency, as_array, check_bandwidth, check_lanes, check_latency, is_table, permute
-from penstock.ir.formats.reading import read_settings, suffix_of
+from penstock.ir.formats.reading import check_record, read_settings, suffix_of
 from penstock.ir.formats.toml_form import toml_value
-from penstock.text.units import SECONDS, check_number, parse_size
+from penstock.text.units import SECONDS, check_count, check_number, parse_size
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 PerLayer = float | tuple[float, ...]
 
 CARDS = ("node", "device")
-_NODE_FIELDS = ("node_latency", "node_bandwidth", "card")
-"""Fields of a file that describe links by nodes."""
+_NODE_FIELDS: dict[str, tuple[type, ...]] = {"node_latency": (int, float), "node_bandwidth": (int, float, str, type(None)), "card": (str,)}
+"""Fields of a file that describe links by nodes, with their types."""
 
 
 @dataclass(frozen=True)
@@ -173,13 +173,7 @@ class Device:
 
     @classmethod
     def from_json(cls, data: Any) -> Device:
-        known = [field.name for field in fields(cls)]
-        if not isinstance(data, dict):
-            raise CostsError(f"it is a table of names and values, got {type(data).__name__}")
-        for name in data:
-            if name not in known:
-                raise CostsError(f"a device has no {name!r}: {nearest(name, [*known, 'count'])}")
-        return cls(**data)
+        return cls(**check_record(data, cls, "a device", error=CostsError))
 
 
 @dataclass(frozen=True)
@@ -372,8 +366,9 @@ class Cluster:
         }
         if not self.has_equal_devices or not self.devices[0].speeds.is_one:
             costs = replace(costs, **times)
-        return replace(costs, **self.link_fields())
+        return replace(costs, **self.link_fields)
 
+    @property
     def link_fields(self) -> dict[str, Any]:
         """The fields of `Costs` that describe the links."""
         shared = {"contention": "independent", "lanes": None} if self.lanes is None else {"contention": "links", "lanes": self.lanes}
@@ -419,15 +414,15 @@ class Cluster:
         np.fill_diagonal(bandwidth, math.inf)
         return latency, bandwidth
 
-    def least_hop(self, size: float) -> float:
+    def find_least_hop(self, size: float) -> float:
         """The least time of a message of this size between any two devices; 0 if there is only one."""
         latency, bandwidth = self._rates
         return 0.0 if len(self.devices) == 1 else float((latency + size / bandwidth).min())
 
-    def least_tour(self, size: float) -> float:
+    def find_least_tour(self, size: float) -> float:
         """The least time of messages of this size there and back over links that connect all devices: a spanning tree.
 
-        >>> Cluster([Device()] * 3, latency=[[0, 1, 9], [2, 0, 4], [9, 4, 0]]).least_tour(0.0)
+        >>> Cluster([Device()] * 3, latency=[[0, 1, 9], [2, 0, 4], [9, 4, 0]]).find_least_tour(0.0)
         11.0
         """
         latency, bandwidth = self._rates
@@ -453,14 +448,7 @@ class Cluster:
     @classmethod
     def from_json(cls, data: Any) -> Cluster:
         """The reverse of `to_json`; a device may have a `count`, and links may be described by nodes, as in `from_nodes`."""
-        if not isinstance(data, dict):
-            raise CostsError(f"a cluster is a table of names and values, got {type(data).__name__}")
-        known = [*(field.name for field in fields(cls)), *_NODE_FIELDS]
-        for name in data:
-            if name not in known:
-                raise CostsError(f"a cluster has no {name!r}: {nearest(name, known)}")
-        if "devices" not in data:
-            raise CostsError("a cluster needs 'devices'")
+        check_record(data, cls, "a cluster", error=CostsError, types=_NODE_FIELDS)
         values = {**data, "devices": list(_read_devices(data["devices"]))}
         if not any(name in data for name in _NODE_FIELDS):
             return cls(**values)
@@ -508,9 +496,8 @@ def _read_devices(data: Any) -> Iterator[Device]:
     for place, entry in enumerate(data):
         values = dict(entry) if isinstance(entry, dict) else entry
         count = values.pop("count", 1) if isinstance(values, dict) else 1
-        if type(count) is not int or count < 1:
-            raise CostsError(f"device {place}: count must be a whole number of at least 1, got {count!r}")
         try:
+            check_count("count", count)
             device = Device.from_json(values)
         except CostsError as error:
             raise CostsError(f"device {place}: {error}") from None

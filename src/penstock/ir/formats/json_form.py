@@ -15,7 +15,7 @@ from penstock.ir.formats import reading
 from penstock.ir.formats.csv_form import parse_cells, write_whole
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
-from penstock.ir.program import Buffers, Program
+from penstock.ir.program import BufferCounts, Program
 from penstock.ir.rows import Rows
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
@@ -83,7 +83,7 @@ def _decode(data: dict[str, Any], file: str) -> Table:
         raise FileFormatError(file, f"there are {len(rows)} rows for {placement.ranks} ranks")
     if data["type"] == "schedule":
         return Schedule.from_rows(rows, placement, data["microbatches"], graph=graph, name=data["name"], slices=slices)
-    buffers = _read(file, data, "buffers", lambda held: None if held is None else Buffers.from_json(held))
+    buffers = _read(file, data, "buffers", lambda held: None if held is None else BufferCounts.from_json(held))
     return Program(
         rows,
         placement,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import MISSING
+from dataclasses import fields as fields_of
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -29,13 +31,17 @@ def read_json(path: str | PathLike[str]) -> Any:
     return parse_json(read_text(path, "JSON"), os.fspath(path))
 
 
-def parse_json(text: str | bytes, file: str, what: str = "JSON file") -> Any:
-    """Parse JSON from a file; `what` names the text in errors."""
+def parse_json(text: str | bytes, file: str, what: str = "JSON file", *, strict: bool = False) -> Any:
+    """Parse JSON from a file; `what` names the text in errors. `strict` refuses NaN and infinity, which are not in the standard."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refuse_constant if strict else None)
     except (ValueError, RecursionError) as error:
         reason = error if text.strip() else "it is empty"
         raise FileFormatError(file, f"not a {what}: {reason}") from None
+
+
+def _refuse_constant(constant: str) -> Any:
+    raise ValueError(f"{constant} is not a number")
 
 
 def read_settings(path: str | PathLike[str]) -> Any:
@@ -59,7 +65,7 @@ def suffix_of(path: str | PathLike[str]) -> str:
 
 def check_fields(
     data: Any,
-    fields: Mapping[str, tuple[type, ...]],
+    fields: Mapping[str, tuple[type, ...] | None],
     *,
     error: Callable[[str], Exception],
     required: Iterable[str] | None = None,
@@ -67,22 +73,41 @@ def check_fields(
 ) -> dict[str, Any]:
     """Check the fields of a JSON object by their types, and give the object back.
 
-    `fields` maps each name to the types that its value may have, exactly: `True` is not an `int`. `required` fields must be there, by
-    default all; a `closed` object has no others. `error` makes the exception from a sentence, such as `UsageError` or
-    `partial(FileFormatError, file)`.
+    `fields` maps each name to the types that its value may have, exactly: `True` is not an `int`; None stands for any type. `required`
+    fields must be there, by default all; a `closed` object has no others. `error` makes the exception from a sentence, such as
+    `UsageError` or `partial(FileFormatError, file)`.
     """
     if not isinstance(data, dict):
         raise error(f"the data must be an object, got {json_type(data)}")
-    for name in fields if required is None else required:
-        if name not in data:
-            raise error(f"{name!r} is missing")
-    for name, value in data.items():
-        if name not in fields:
-            if closed:
-                raise error(f"there is no field {name[:_SHOWN]!r}: {nearest(name[:_SHOWN], fields)}")
-        elif type(value) not in fields[name]:
-            raise error(f"{name!r} must be {' or '.join(_TYPE_NAMES[kind] for kind in fields[name])}, got {json_type(value)}")
+    for name in data:
+        if closed and name not in fields:
+            raise error(f"there is no field {str(name)[:_SHOWN]!r}: {nearest(str(name)[:_SHOWN], fields)}")
+    missing = [repr(name) for name in (fields if required is None else required) if name not in data]
+    if missing:
+        raise error(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+    for name, types in fields.items():
+        if types and name in data and type(data[name]) not in types:
+            raise error(f"{name!r} must be {' or '.join(_TYPE_NAMES[kind] for kind in types)}, got {json_type(data[name])}")
     return data
+
+
+def check_record(
+    data: Any,
+    record: type,
+    what: str,
+    *,
+    error: Callable[[str], Exception],
+    types: Mapping[str, tuple[type, ...]] | None = None,
+    omit: Collection[str] = (),
+) -> dict[str, Any]:
+    """Check that an object has the fields of a dataclass: all that have no default, and none that it does not have or that `omit` names.
+
+    `what` names the object in errors. The dataclass checks its values itself, except those in `types`.
+    """
+    known = {field.name: field for field in fields_of(record) if field.name not in omit}
+    required = [name for name, field in known.items() if field.default is MISSING and field.default_factory is MISSING]
+    named = {**dict.fromkeys(known), **(types or {})}
+    return check_fields(data, named, error=lambda reason: error(f"{what}: {reason}"), required=required, closed=True)
 
 
 def json_type(value: Any) -> str:

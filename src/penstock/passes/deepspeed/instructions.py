@@ -44,16 +44,16 @@ def stream(table: Table, rank: int, *, style: str | None = None) -> Stream:
 
 def streams(table: Table, *, style: str | None = None) -> list[Stream]:
     """Every rank's instructions."""
-    schedule = _expressible(table)
+    schedule = _check_expressible(table)
     chosen = style or ("inference" if not table.training else "data-parallel" if table.name == "data-parallel" else "train")
     _check_style(chosen, schedule)
     slots = _clock(schedule, chosen)
     write = {"train": _train, "inference": _inference, "data-parallel": _data_parallel}[chosen]
     fewest = 1 if chosen == "data-parallel" else 2
-    return [_with_buffers(write(slots, rank), fewest) for rank in range(schedule.ranks)]
+    return [_add_buffers(write(slots, rank), fewest) for rank in range(schedule.ranks)]
 
 
-def _expressible(table: Table) -> Table:
+def _check_expressible(table: Table) -> Table:
     """Return the compute actions; refuse a table that the dialect cannot express."""
     if table.placement.copies != (tuple(range(table.ranks)),) or not table.graph.is_chain:
         raise PassError(f"DeepSpeed's instructions know one stage per rank in a line, not {table.placement.describe()}")
@@ -177,7 +177,7 @@ def _data_parallel(slots: list[list[Slot]], rank: int) -> Steps:
     return steps
 
 
-def _with_buffers(steps: Steps, fewest: int) -> Stream:
+def _add_buffers(steps: Steps, fewest: int) -> Stream:
     """Buffers in turn, each taken from a microbatch's first mention to its last; as many as are taken at once."""
     mentions = [microbatch for step in steps for _, microbatch in step if microbatch is not None]
     buffers = iter(_buffers(mentions, fewest))
@@ -187,7 +187,7 @@ def _with_buffers(steps: Steps, fewest: int) -> Stream:
 def _buffers(mentions: list[int], fewest: int) -> list[int]:
     """The buffer of each mention."""
     last = {microbatch: index for index, microbatch in enumerate(mentions)}
-    free = [True] * _most_alive(mentions, last, fewest)
+    free = [True] * _count_alive(mentions, last, fewest)
     held: dict[int, int] = {}
     turn = 0
     buffers: list[int] = []
@@ -203,7 +203,7 @@ def _buffers(mentions: list[int], fewest: int) -> list[int]:
     return buffers
 
 
-def _most_alive(mentions: list[int], last: dict[int, int], fewest: int) -> int:
+def _count_alive(mentions: list[int], last: dict[int, int], fewest: int) -> int:
     alive: set[int] = set()
     most = fewest
     for index, microbatch in enumerate(mentions):

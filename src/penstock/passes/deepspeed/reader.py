@@ -47,7 +47,7 @@ class Duties:
     labels: bool = True
     """Whether the last stage needs labels for its loss."""
 
-    def all(self) -> tuple[str, ...]:
+    def list_all(self) -> tuple[str, ...]:
         """Every instruction that one microbatch needs on this stage, in an order that works."""
         steps = {
             "RecvActivation": not self.first,
@@ -60,7 +60,7 @@ class Duties:
         }
         return tuple(name for name, wanted in steps.items() if wanted)
 
-    def nowhere(self, name: str) -> str:
+    def explain_absence(self, name: str) -> str:
         """Why the instruction cannot run on this stage; empty if it can."""
         if self.first and name in ("RecvActivation", "SendGrad"):
             return "the first stage has no previous stage"
@@ -86,7 +86,7 @@ class Checklist:
         if self.duties.fills(name):
             yield from self._fill(instruction)
             return
-        missing = [need for need in _NEEDS.get(name, ()) if need in self.duties.all() and need not in self.done]
+        missing = [need for need in _NEEDS.get(name, ()) if need in self.duties.list_all() and need not in self.done]
         if missing:
             what = " and ".join(missing)
             yield (
@@ -105,7 +105,7 @@ class Checklist:
         if self.done and instruction.name not in self.done and set(self.done) <= set(_FILLS):
             self.done.append(instruction.name)
             return
-        owed = self.owed()
+        owed = self.list_owed()
         if owed:
             yield (
                 f"it overwrites buffer {instruction.buffer_id}, which is still needed: {' and '.join(owed)} of what it holds "
@@ -114,9 +114,9 @@ class Checklist:
             )
         self.done = [instruction.name]
 
-    def owed(self) -> list[str]:
+    def list_owed(self) -> list[str]:
         """The instructions that have yet to run on the microbatch."""
-        return [name for name in self.duties.all() if name not in self.done] if self.done else []
+        return [name for name in self.duties.list_all() if name not in self.done] if self.done else []
 
 
 @dataclass
@@ -152,7 +152,7 @@ class StreamReader:
                     self.findings.append(Finding(rule, Severity.WRONG, self.stage, step, str(instruction), message, remedy))
                 self.write(instruction, step)
         for buffer, checklist in sorted(self._lists.items()):
-            for name in checklist.owed()[:1]:
+            for name in checklist.list_owed()[:1]:
                 message = f"the batch ends before it has run on what buffer {buffer} holds"
                 last, text = max(0, len(stream) - 1), f"{name}(buffer_id={buffer})"
                 self.findings.append(
@@ -161,7 +161,7 @@ class StreamReader:
 
     def read(self, instruction: Instruction) -> Iterator[tuple[str, str, str]]:
         """Read the next instruction; yield the rule that it breaks, the reason, and the remedy."""
-        nowhere = self.duties.nowhere(instruction.name)
+        nowhere = self.duties.explain_absence(instruction.name)
         if nowhere:
             yield "place", f"it cannot run: {nowhere}", "Remove it"
         elif instruction.name in CLOSING:

@@ -28,10 +28,11 @@ from penstock.planner.order_search.flat_problem import Flags, FlatProblem, flatt
 from penstock.planner.order_search.permutations import PermutationState
 from penstock.planner.plan import Plan
 from penstock.planner.problem import Problem
-from penstock.planner.request import Limit, check_count, check_limits
+from penstock.planner.request import Limit, check_limits
 from penstock.schedules.registry import algorithm
 from penstock.simulator.simulate import retime, simulate
 from penstock.simulator.timeline import Timeline
+from penstock.text.units import check_count
 
 Batch = TypeVar("Batch")
 Skips = Mapping[int, Collection[int]]
@@ -52,20 +53,8 @@ _BETTER = 1e-9
 _SEED = 1
 
 
-@dataclass(frozen=True)
-class Tried:
-    """One of the orders that the search began with."""
-
-    schedule: str
-    order: str
-    """`fixed`, `ascending`, `descending` or `pyramid`, see `BatchPlanner.order`."""
-    objective: float
-    fits: bool
-    """Whether it stays within the memory limit."""
-
-
 @dataclass(frozen=True, eq=False)
-class _Candidate:
+class _LoweredSchedule:
     """A schedule that a batch may run under, lowered and laid flat once."""
 
     schedule: Schedule
@@ -75,19 +64,33 @@ class _Candidate:
     """Its order as `flat_problem` has it, and which cells have a full backward."""
 
     @classmethod
-    def build(cls, schedule: Schedule, problem: Problem) -> _Candidate:
+    def build(cls, schedule: Schedule, problem: Problem) -> _LoweredSchedule:
         return cls(schedule, simulate(lower(schedule), problem.costs), *read_order(flatten(problem), schedule))
 
 
 @dataclass(frozen=True, eq=False)
-class _Timed:
-    """A candidate with the microbatches in some order."""
+class TimedOrder:
+    """A schedule with the microbatches in some order, timed."""
 
-    candidate: _Candidate
-    order: tuple[int, ...]
+    lowered: _LoweredSchedule
+    microbatches: tuple[int, ...]
     timeline: Timeline
-    objective: float
-    name: str = ""
+    problem: Problem
+    order: str = ""
+    """`fixed`, `ascending`, `descending` or `pyramid`, see `BatchPlanner.order`; empty for an order that the search has improved."""
+
+    @property
+    def schedule(self) -> str:
+        return self.lowered.schedule.name
+
+    @cached_property
+    def objective(self) -> float:
+        return self.problem.objective(self.timeline)
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether it stays within the memory limit."""
+        return self.problem.fits(self.timeline)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,14 +106,8 @@ class BatchOrder:
     """When every action runs, and what each rank holds."""
     problem: Problem
     """The costs and limits of the batch."""
-    starts: tuple[_Timed, ...] = field(repr=False)
-
-    @cached_property
-    def tried(self) -> tuple[Tried, ...]:
-        """The orders that the search began with: the result is not worse than any of them that fits."""
-        return tuple(
-            Tried(start.candidate.schedule.name, start.name, start.objective, self.problem.fits(start.timeline)) for start in self.starts
-        )
+    tried: tuple[TimedOrder, ...] = field(repr=False)
+    """The orders that the search began with: the result is not worse than any of them that fits."""
 
     @property
     def makespan(self) -> float:
@@ -144,7 +141,7 @@ class BatchOrder:
     @property
     def unplanned(self) -> float:
         """The objective without planning: the batch's own order under the source's own schedule, whether it fits or not."""
-        return self.starts[0].objective
+        return self.tried[0].objective
 
     def __repr__(self) -> str:
         gain = self.unplanned / self.objective if self.objective else 1.0
@@ -187,16 +184,16 @@ class BatchPlanner:
             self.problem = replace(self.problem, memory_limit=limits)
         if samples is None:
             samples = source.microbatch if isinstance(source, Plan) else 1
-        self.samples, self.tries = check_count("samples", samples), check_count("tries", tries, least=0)
+        self.samples, self.tries = check_count("samples", samples, error=ScheduleError), check_count("tries", tries, 0, error=ScheduleError)
         self.lengths = self._read_shares(sequence, quadratic)
         self.names = None if schedules is None else tuple(schedules)
-        self._candidates: dict[int, list[_Candidate]] = {}
-        self._fallbacks: dict[int, _Candidate] = {}
+        self._lowered: dict[int, list[_LoweredSchedule]] = {}
+        self._fallbacks: dict[int, _LoweredSchedule] = {}
         self._lock = threading.Lock()
         """Held while a batch is planned, because the scratch columns of the loops are shared."""
         self._check_names()
         count = self.schedule.microbatches
-        _Search(replace(self.problem, memory_limit=None), self._list_candidates(count), self._slowest, 1).run()  # compiles the loops
+        _BatchSearch(replace(self.problem, memory_limit=None), self._list_lowered(count), self._slowest, 1).run()  # compiles the loops
 
     def _read_shares(self, sequence: int, quadratic: float | Sequence[float]) -> tuple[LengthCosts, ...]:
         """How the time of each stage depends on lengths."""
@@ -268,9 +265,8 @@ class BatchPlanner:
     def order_by_costs(self, costs: Costs, microbatches: int) -> BatchOrder:
         """The same for times and sizes that you know: `costs` with one value per stage and microbatch."""
         with self._lock:
-            candidates = self._list_candidates(microbatches)
             problem = replace(self.problem, costs=costs, microbatches=microbatches)
-            return _Search(problem, candidates, self._slowest, self.tries).run()
+            return _BatchSearch(problem, self._list_lowered(microbatches), self._slowest, self.tries).run()
 
     def ahead(self, batches: Iterable[Batch], lengths: Callable[[Batch], Any]) -> Iterator[tuple[Batch, BatchOrder]]:
         """Yield each batch with its order, planned in a thread while the caller works on the batch before.
@@ -298,9 +294,9 @@ class BatchPlanner:
 
         return sorted(list_named_schedules(replace(self.problem, microbatches=microbatches)), key=has_options)
 
-    def _list_candidates(self, microbatches: int) -> list[_Candidate]:
+    def _list_lowered(self, microbatches: int) -> list[_LoweredSchedule]:
         """The schedules for that many microbatches: the source's own first, and no order twice. They are built for the source's costs."""
-        known = self._candidates.get(microbatches)
+        known = self._lowered.get(microbatches)
         if known is None:
             problem = replace(self.problem, microbatches=microbatches)
             named = [] if self.names == () else self._list_named(microbatches)
@@ -308,20 +304,20 @@ class BatchPlanner:
             known = []
             for schedule in (*self._remake(microbatches), *chosen):
                 if all(schedule != other.schedule for other in known):
-                    known.append(_Candidate.build(schedule, problem))
+                    known.append(_LoweredSchedule.build(schedule, problem))
             if not known:
                 raise ScheduleError(
                     f"no schedule for {microbatches} microbatches: {self.schedule.name or 'the schedule'} is fixed to "
                     f"{self.schedule.microbatches}, and none of the named ones that may be chosen has its placement"
                 )
-            self._candidates[microbatches] = known
+            self._lowered[microbatches] = known
         return known
 
-    def _slowest(self, microbatches: int) -> _Candidate:
+    def _slowest(self, microbatches: int) -> _LoweredSchedule:
         """One microbatch after the other, if nothing else fits: no schedule holds less."""
         if microbatches not in self._fallbacks:
             problem = replace(self.problem, microbatches=microbatches)
-            self._fallbacks[microbatches] = _Candidate.build(one_at_a_time(problem.placement, microbatches), problem)
+            self._fallbacks[microbatches] = _LoweredSchedule.build(one_at_a_time(problem.placement, microbatches), problem)
         return self._fallbacks[microbatches]
 
     def _remake(self, microbatches: int) -> list[Schedule]:
@@ -352,21 +348,23 @@ def _read_source(source: Any, costs: Costs | None, split: bool) -> tuple[Problem
     return problem, schedule
 
 
-class _Search:
+class _BatchSearch:
     """The best order of one batch."""
 
-    def __init__(self, problem: Problem, candidates: list[_Candidate], find_slowest: Callable[[int], _Candidate], tries: int) -> None:
-        self.problem, self.candidates, self.find_slowest, self.tries = problem, candidates, find_slowest, tries
+    def __init__(
+        self, problem: Problem, schedules: list[_LoweredSchedule], find_slowest: Callable[[int], _LoweredSchedule], tries: int
+    ) -> None:
+        self.problem, self.schedules, self.find_slowest, self.tries = problem, schedules, find_slowest, tries
         self.reserve = np.zeros(problem.ranks)
         """Memory to leave free on each rank for received messages."""
         self.evaluator = Evaluator(flatten(problem))
         self.random = self.evaluator.seed(_SEED)
         self.flats: dict[int, FlatProblem] = {}
-        """The problem with each candidate's full backwards, by its id."""
+        """The problem with each schedule's full backwards, by its id."""
 
     def run(self) -> BatchOrder:
         orders = self._list_orders()
-        starts = self._time_all(self.candidates, orders)
+        starts = self._time_all(self.schedules, orders)
         best = self._improve(starts)
         if best is None:
             starts += self._time_all([self.find_slowest(self.problem.microbatches)], orders)
@@ -374,39 +372,39 @@ class _Search:
         if best is None:
             raise self._explain_excess(starts)
         problem = replace(self.problem, costs=best.timeline.costs)
-        return BatchOrder(best.order, best.candidate.schedule, best.timeline, problem, tuple(starts))
+        return BatchOrder(best.microbatches, best.lowered.schedule, best.timeline, problem, tuple(starts))
 
-    def _time_all(self, candidates: list[_Candidate], orders: dict[str, tuple[int, ...]]) -> list[_Timed]:
-        """Every candidate with every order."""
-        starts: list[_Timed] = []
+    def _time_all(self, schedules: list[_LoweredSchedule], orders: dict[str, tuple[int, ...]]) -> list[TimedOrder]:
+        """Time every schedule with every order."""
+        starts: list[TimedOrder] = []
         for name, order in orders.items():
             costs = self.problem.costs.permuted(order)
-            starts += [self._time(candidate, order, costs, name) for candidate in candidates]
+            starts += [TimedOrder(lowered, order, retime(lowered.timeline, costs), self.problem, name) for lowered in schedules]
         return starts
 
-    def _pick_fitting(self, starts: list[_Timed], excesses: Mapping[int, float]) -> list[_Timed]:
+    def _pick_fitting(self, starts: list[TimedOrder], excesses: Mapping[int, float]) -> list[TimedOrder]:
         """The fastest that fit; among equals the fixed order and the source's own schedule are first."""
         ranked = sorted(starts, key=lambda start: start.objective)
         fitting = (start for start in ranked if not excesses.get(id(start)) and self._excess(start) is None)
         return list(islice(fitting, _STARTS))
 
-    def _pick_repairable(self, starts: list[_Timed], excesses: Mapping[int, float], best: float) -> list[_Timed]:
+    def _pick_repairable(self, starts: list[TimedOrder], excesses: Mapping[int, float], best: float) -> list[TimedOrder]:
         """The starts that are faster than the best, those least over the memory limits first: with another order they may fit."""
         over = [start for start in starts if excesses.get(id(start)) and start.objective < best]
         return sorted(over, key=lambda start: excesses[id(start)])
 
-    def _find_excess(self, start: _Timed) -> float:
+    def _find_excess(self, start: TimedOrder) -> float:
         """How much activations and stashes alone exceed the limits, which is quicker than all memory of a timeline."""
         over = self._find_peaks(start) - self.evaluator.flat.limit
         return float(over[over > _BETTER * np.abs(self.problem.limits)].sum())
 
-    def _find_peaks(self, start: _Timed) -> Floats:
+    def _find_peaks(self, start: TimedOrder) -> Floats:
         """The most activations and stashes on each rank."""
-        candidate = start.candidate
-        if id(candidate) not in self.flats:
-            self.flats[id(candidate)] = set_full_backwards(self.evaluator.flat, candidate.full)
-        flat, nodes = self.flats[id(candidate)], candidate.nodes
-        takes, keeps = (table.reshape(-1, flat.microbatches)[:, start.order].ravel()[nodes] for table in (flat.takes, flat.keeps))
+        lowered = start.lowered
+        if id(lowered) not in self.flats:
+            self.flats[id(lowered)] = set_full_backwards(self.evaluator.flat, lowered.full)
+        flat, nodes = self.flats[id(lowered)], lowered.nodes
+        takes, keeps = (table.reshape(-1, flat.microbatches)[:, start.microbatches].ravel()[nodes] for table in (flat.takes, flat.keeps))
         after = np.cumsum(takes + keeps)  # over all ranks: each ends with nothing
         return np.asarray(np.maximum.reduceat(np.maximum(after, after - keeps), flat.bounds[:-1]))
 
@@ -420,17 +418,13 @@ class _Search:
         orders = {"fixed": range(len(totals)), "ascending": ascending, "descending": ascending[::-1], "pyramid": pyramid}
         return {name: tuple(order) for name, order in orders.items()}
 
-    def _time(self, candidate: _Candidate, order: tuple[int, ...], costs: Costs, name: str = "") -> _Timed:
-        timeline = retime(candidate.timeline, costs)
-        return _Timed(candidate, order, timeline, self.problem.objective(timeline), name)
-
-    def _excess(self, timed: _Timed) -> Any:
+    def _excess(self, timed: TimedOrder) -> Any:
         """The memory of each rank over its limit; None if it fits."""
-        if self.problem.memory_limit is None or self.problem.fits(timed.timeline):
+        if timed.fits:
             return None
         return np.maximum(0.0, np.array(timed.timeline.peak_memory) - np.array(self.problem.limits))
 
-    def _improve(self, starts: list[_Timed]) -> _Timed | None:
+    def _improve(self, starts: list[TimedOrder]) -> TimedOrder | None:
         """Improve the best starts, then the best of the results again; None if nothing fits."""
         excesses = {id(start): self._find_excess(start) for start in starts} if self.problem.memory_limit is not None else {}
         fitting = self._pick_fitting(starts, excesses)
@@ -444,22 +438,22 @@ class _Search:
             best = self._climb(start, tries, best)
         return best and self._climb(best, self.tries - tries * len(chosen), best)
 
-    def _climb(self, start: _Timed, tries: int, best: _Timed | None) -> _Timed | None:
+    def _climb(self, start: TimedOrder, tries: int, best: TimedOrder | None) -> TimedOrder | None:
         """Improve one order; returns the best so far if the result is not better or does not fit."""
         limited = self.problem.memory_limit is not None
-        evaluator, candidate, order = self.evaluator, start.candidate, start.order
-        base = evaluator.flat_with(candidate.full)
+        evaluator, lowered, order = self.evaluator, start.lowered, start.microbatches
+        base = evaluator.copy_flat(lowered.full)
         columns = base.duration, base.travel, base.takes, base.keeps
         for count in (tries, *([tries // _ROUNDS] * _ROUNDS if limited else ())):
             limit, travel = evaluator.flat.limit - self.reserve, evaluator.flat.travel.copy()
-            flat = evaluator.flat_with(candidate.full)._replace(limit=evaluator.as_column(limit), travel=evaluator.as_column(travel))
+            flat = evaluator.copy_flat(lowered.full)._replace(limit=evaluator.as_column(limit), travel=evaluator.as_column(travel))
             at = evaluator.as_column(np.array(order, dtype=np.int64))
-            state = PermutationState(evaluator.as_column(candidate.nodes), at, *columns, self.random)
+            state = PermutationState(evaluator.as_column(lowered.nodes), at, *columns, self.random)
             _, over = evaluator.loops.search_permutations(flat, state, evaluator.clock, count, limited)
             if over > self.reserve.sum():
                 return best
             order = tuple(int(microbatch) for microbatch in at)
-            improved = self._time(candidate, order, self.problem.costs.permuted(order))
+            improved = TimedOrder(lowered, order, retime(lowered.timeline, self.problem.costs.permuted(order)), self.problem)
             if best is not None and improved.objective >= best.objective * (1 - _BETTER):
                 return best
             excess = self._excess(improved)
@@ -468,7 +462,7 @@ class _Search:
             self.reserve = self.reserve + excess
         return best
 
-    def _explain_excess(self, starts: list[_Timed]) -> PlanError:
+    def _explain_excess(self, starts: list[TimedOrder]) -> PlanError:
         """Of all orders, the one that is least over a limit."""
         peaks = [(max(self._excess(start)), start) for start in starts]
         over, nearest_fit = min(peaks, key=lambda pair: pair[0])
@@ -476,7 +470,7 @@ class _Search:
         rank = max(range(len(held)), key=lambda rank: held[rank] - limits[rank])
         where = f"rank {rank} holds {held[rank]:g} of at most {limits[rank]:g}, {over:g} too much"
         return PlanError(
-            f"no order of these {self.problem.microbatches} microbatches fits the memory limit. With the nearest, {nearest_fit.name} under "
-            f"{nearest_fit.candidate.schedule.name}, {where}: make the largest microbatches smaller (a lower capacity when packing), or "
-            "raise the limit"
+            f"no order of these {self.problem.microbatches} microbatches fits the memory limit. With the nearest, "
+            f"{nearest_fit.order} under {nearest_fit.schedule}, {where}: make the largest microbatches smaller (a "
+            "lower capacity when packing), or raise the limit"
         )

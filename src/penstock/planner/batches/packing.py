@@ -13,6 +13,7 @@ import numpy as np
 
 from penstock.errors import CostsError, PlanError
 from penstock.planner.batches.lengths import LengthCosts, check_length, read_lengths
+from penstock.text.units import check_count
 
 _EVEN = 1e-12
 """Relative rounding error of a sum of costs."""
@@ -88,8 +89,7 @@ def _read_samples(lengths: Any) -> list[tuple[int, ...]]:
 
 def _check_counts(lengths: list[int], microbatches: Any, capacity: int | None) -> None:
     """Refuse what no packing can do, with the least number or capacity that could."""
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise CostsError(f"microbatches must be a whole number of at least 1, got {microbatches!r}")
+    check_count("microbatches", microbatches)
     if len(lengths) < microbatches:
         raise PlanError(f"{len(lengths)} samples cannot fill {microbatches} microbatches: ask for at most {len(lengths)}")
     if capacity is None:
@@ -121,13 +121,13 @@ class _Packer:
     def run(self) -> Packing:
         best: list[list[int]] | None = None
         bound = self._bound()
-        for start in (self._differencing, self._largest_first, self._fullest_first):
-            groups = start() if best is None or self._largest(best) > bound * (1 + _CLOSE) else None
+        for start in (self._differencing, self._pack_largest_first, self._pack_fullest_first):
+            groups = start() if best is None or self._find_largest(best) > bound * (1 + _CLOSE) else None
             if groups is not None:
                 self._improve(groups, bound * (1 + _CLOSE))
-                best = groups if best is None or self._largest(groups) < self._largest(best) else best
-        if best is None or self._largest(best) > bound * (1 + _CLOSE):
-            exact, complete = self._search(math.inf if best is None else self._largest(best))
+                best = groups if best is None or self._find_largest(groups) < self._find_largest(best) else best
+        if best is None or self._find_largest(best) > bound * (1 + _CLOSE):
+            exact, complete = self._search(math.inf if best is None else self._find_largest(best))
             best = exact or best
             if best is None:
                 total = sum(self.lengths)
@@ -137,7 +137,7 @@ class _Packer:
                     "microbatches or a larger capacity"
                 )
             if complete:
-                bound = self._largest(best)
+                bound = self._find_largest(best)
         groups = sorted((sorted(group) for group in best), key=lambda group: (-self._cost(group), group))
         return Packing(
             groups=tuple(map(tuple, groups)),
@@ -152,7 +152,7 @@ class _Packer:
     def _tokens(self, group: Sequence[int]) -> int:
         return sum(self.lengths[sample] for sample in group)
 
-    def _largest(self, groups: Sequence[Sequence[int]]) -> float:
+    def _find_largest(self, groups: Sequence[Sequence[int]]) -> float:
         return max(map(self._cost, groups))
 
     def _bound(self) -> float:
@@ -163,7 +163,7 @@ class _Packer:
 
     # Packings to begin with -------------------------------------------------------------------------------------------
 
-    def _largest_first(self) -> list[list[int]] | None:
+    def _pack_largest_first(self) -> list[list[int]] | None:
         """Each sample, the most expensive first, into the cheapest microbatch with room."""
         groups: list[list[int]] = [[] for _ in range(self.count)]
         costs, tokens = [0.0] * self.count, [0] * self.count
@@ -177,7 +177,7 @@ class _Packer:
             tokens[place] += self.lengths[sample]
         return groups
 
-    def _fullest_first(self) -> list[list[int]] | None:
+    def _pack_fullest_first(self) -> list[list[int]] | None:
         """Each sample, the longest first, into the fullest microbatch with room: fits where little room is left."""
         groups: list[list[int]] = [[] for _ in range(self.count)]
         tokens = [0] * self.count

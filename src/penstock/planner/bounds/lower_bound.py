@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.ir.rows import Floats
-from penstock.planner.bounds.rank_bounds import RankTerms, chains, first_backward, holding, list_rank_terms, one_machine, work
+from penstock.planner.bounds.rank_bounds import (
+    RankTerms,
+    bound_first_backward,
+    bound_holding,
+    bound_one_machine,
+    chains,
+    list_rank_terms,
+    work,
+)
 from penstock.planner.bounds.solver_bounds import FlowBound, OneRankSolver
 from penstock.planner.bounds.terms import Terms
 from penstock.planner.budget import SolverBudget
@@ -24,9 +32,9 @@ ON_FLOW = 0.6
 QUICK: dict[str, Callable[[RankTerms], float]] = {
     "work": work,
     "chains": chains,
-    "one machine": one_machine,
-    "first backward": first_backward,
-    "holding": holding,
+    "one machine": bound_one_machine,
+    "first backward": bound_first_backward,
+    "holding": bound_holding,
 }
 """The bounds that need no solver; each holds for every rank."""
 

@@ -55,19 +55,19 @@ class OverallBound:
 
     def value(self) -> float:
         """The best of the arguments; infinite if the model does not fit on all ranks together."""
-        return max(self.average(), self.counting(), self.largest_layer(), self.one_microbatch(), self.holding())
+        return max(self.average(), self.bound_count(), self.bound_largest_layer(), self.bound_one_microbatch(), self.bound_holding())
 
     def average(self) -> float:
         speeds = sorted(self._speeds, reverse=True)
         idle = 0.0
         if self.barrier:  # the slowest device may be the one that is idle longest
-            idle = sum(speed * self._before(place // self.copies) for place, speed in enumerate(speeds))
+            idle = sum(speed * self._bound_before(place // self.copies) for place, speed in enumerate(speeds))
         return (self.microbatches * float(self._all.sum()) + idle) / sum(speeds)
 
-    def counting(self) -> float:
+    def bound_count(self) -> float:
         if self.copies > 1:
             return 0.0
-        wait = self._before(1) if self.barrier and self.ranks > 1 else 0.0
+        wait = self._bound_before(1) if self.barrier and self.ranks > 1 else 0.0
         own = {speeds: self._sum_smallest(kind) for speeds, kind in self._kinds.items()}
         sums = [self._sum_smallest(self)] * self.ranks if self.cluster is None else [own[device.speeds] for device in self.cluster.devices]
         ends = np.unique(np.concatenate([time + idle for time in [*own.values(), sums[0]] for idle in (0.0, wait)]))
@@ -81,18 +81,18 @@ class OverallBound:
             low, high = (low, middle) if enough else (middle + 1, high)
         return float(ends[low])
 
-    def largest_layer(self) -> float:
-        first, every = self._least(lambda own: own._first("f")), self._least(lambda own: own._all)
+    def bound_largest_layer(self) -> float:
+        first, every = self._least(lambda own: own._time_first("f")), self._least(lambda own: own._all)
         before = np.concatenate(([0.0], np.cumsum(first)[:-1])) if self.barrier else np.zeros(len(self.profile))
         return float((before + self.microbatches // self.copies * every).max())
 
-    def one_microbatch(self) -> float:
+    def bound_one_microbatch(self) -> float:
         tokens, back = None if self.slices == 1 else self._tokens / self.slices, "i" if self.split else "b"
 
         def pass_through(own: OverallBound) -> Floats:
             if tokens is None:
                 return own._times("f") + own._times(back)
-            return own._of_slice("f", tokens) + own._of_slice(back, tokens)
+            return own._time_slice("f", tokens) + own._time_slice(back, tokens)
 
         least = self._least(pass_through)
         # Each device has at least one layer, whether it is the best for it or not.
@@ -100,25 +100,25 @@ class OverallBound:
         devices = () if self.cluster is None else self.cluster.devices
         return float(least.sum()) + sum(more[device.speeds] for device in devices) + self._hops(tokens)
 
-    def holding(self) -> float:
+    def bound_holding(self) -> float:
         if self.limits is None or self.recompute:
             return 0.0
         layers = self.profile.layers
         room = sum(self.limits) * (1 + 2 * SLACK) - sum(layer.static for layer in layers)
-        area = self.microbatches * (self._held_area() if self.slices == 1 else self._held_area_of_slices())
+        area = self.microbatches * (self._bound_held_area() if self.slices == 1 else self._bound_held_area_of_slices())
         if room <= 0:
             return math.inf if area > 0 or room < 0 else 0.0
         return area / room
 
     # Helpers ----------------------------------------------------------------------------------------------------------
 
-    def _held_area(self) -> float:
+    def _bound_held_area(self) -> float:
         """Memory times time that the activations of one microbatch take at least."""
         both = self._least(lambda own: own._times("f") + own._times("i" if self.split else "b"))
         trips = np.cumsum(both[::-1])[::-1]
         return float((np.array([layer.activation for layer in self.profile.layers]) * trips).sum())
 
-    def _held_area_of_slices(self) -> float:
+    def _bound_held_area_of_slices(self) -> float:
         """The same if the microbatch is cut into slices, of any lengths; only what grows with their tokens counts.
 
         Slice k of n_k tokens is held on a layer while slices k, k+1 and so on pass there: the sum of n_k n_j over j >= k is at least T^2/2,
@@ -144,16 +144,16 @@ class OverallBound:
         """A term of the slice cost of every layer."""
         return np.array([getattr(getattr(layer.slices, name), term) for layer in self.profile.layers])
 
-    def _of_slice(self, name: str, tokens: float) -> Floats:
+    def _time_slice(self, name: str, tokens: float) -> Floats:
         """Least time of a slice of so many tokens on each layer: with nothing before it."""
         if name == "b":
-            return self._of_slice("i", tokens) + self._of_slice("w", tokens)
+            return self._time_slice("i", tokens) + self._time_slice("w", tokens)
         times = self._terms(name, "fixed") + self._terms(name, "token") * tokens + self._terms(name, "pair") * tokens**2 / 2
         return np.asarray(min(1.0, self.profile.overlap) * times)
 
-    def _first(self, name: str) -> Floats:
+    def _time_first(self, name: str) -> Floats:
         """Least time on each layer of what comes first and last of all: a microbatch, or its first slice."""
-        return self._times(name) if self.slices == 1 else self._of_slice(name, self.least_slice)
+        return self._times(name) if self.slices == 1 else self._time_slice(name, self.least_slice)
 
     def _times(self, name: str) -> Floats:
         """Time of a microbatch on each layer, of all its slices together."""
@@ -161,7 +161,7 @@ class OverallBound:
             return self._times("i") + self._times("w")
         # Overlapped actions take this share of their sum, and no action takes less.
         if self.slices > 1:
-            return self._of_slice(name, self._tokens) + min(1.0, self.profile.overlap) * (self.slices - 1) * self._terms(name, "fixed")
+            return self._time_slice(name, self._tokens) + min(1.0, self.profile.overlap) * (self.slices - 1) * self._terms(name, "fixed")
         return min(1.0, self.profile.overlap) * np.array([getattr(layer, name) for layer in self.profile.layers])
 
     @property
@@ -191,24 +191,28 @@ class OverallBound:
         """The least time of all microbatches on one layer, on two, and so on."""
         return self.microbatches * np.cumsum(np.sort(own._all))
 
-    def _size(self, tokens: float | None) -> float:
+    def _find_least_size(self, tokens: float | None) -> float:
         """The size of the smallest message, of a slice if its tokens are given."""
         return min(layer.output for layer in self.profile.layers) * (1.0 if tokens is None else tokens / self._tokens)
 
     def _hop(self, tokens: float | None = None) -> float:
         """The least time of a message between two ranks."""
-        profile, least = self.profile, self._size(tokens)
+        profile, least = self.profile, self._find_least_size(tokens)
         if self.cluster is not None:
-            return self.cluster.least_hop(least)
+            return self.cluster.find_least_hop(least)
         return profile.latency + (0.0 if profile.bandwidth is None else least / profile.bandwidth)
 
     def _hops(self, tokens: float | None) -> float:
         """The least time of the messages of one microbatch through all ranks and back."""
-        return 2 * (self.ranks - 1) * self._hop(tokens) if self.cluster is None else self.cluster.least_tour(self._size(tokens))
+        return (
+            2 * (self.ranks - 1) * self._hop(tokens)
+            if self.cluster is None
+            else self.cluster.find_least_tour(self._find_least_size(tokens))
+        )
 
-    def _before(self, layers: int) -> float:
+    def _bound_before(self, layers: int) -> float:
         """Least idle time of a rank with so many layers before its first one: before its first action and after its last."""
         hop = self._hop(None if self.slices == 1 else self.least_slice)
-        before = float(self._least(lambda own: own._first("f"))[:layers].sum()) + layers * hop
+        before = float(self._least(lambda own: own._time_first("f"))[:layers].sum()) + layers * hop
         # A split backward leaves weight gradients to run until the end.
-        return before if self.split else before + float(self._least(lambda own: own._first("b"))[:layers].sum()) + layers * hop
+        return before if self.split else before + float(self._least(lambda own: own._time_first("b"))[:layers].sum()) + layers * hop

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from penstock.ir.rows import Floats
-from penstock.planner.bounds.terms import KINDS, Events, ModelCopy, Terms, earliest_starts, list_waits, remaining_times
+from penstock.planner.bounds.terms import KINDS, Events, ModelCopy, Terms, find_earliest_starts, find_remaining_times, list_waits
 
 ActionKey = tuple[int, int, str]
 """A copy of the model, a stage, and one of `KINDS`."""
@@ -42,17 +42,17 @@ class RankTerms:
         """The rank's stages: which copy of the model, and which stage of it."""
         return tuple((at, stage) for at, copy in enumerate(self.copies) for stage in copy.stages_of(self.rank))
 
-    def early_of(self, key: ActionKey) -> Floats:
+    def get_early(self, key: ActionKey) -> Floats:
         return np.asarray(self.early[key[0]][key[2]][key[1]])
 
-    def rest_of(self, key: ActionKey) -> Floats:
+    def get_rest(self, key: ActionKey) -> Floats:
         return np.asarray(self.rest[key[0]][key[2]][key[1]])
 
-    def least_time(self, key: ActionKey) -> float:
+    def find_least_time(self, key: ActionKey) -> float:
         """The least duration of such an action."""
         return float(getattr(self.copies[key[0]].least, key[2])[key[1], 0])
 
-    def least_sizes(self, at: int, stage: int) -> dict[str, float]:
+    def find_least_sizes(self, at: int, stage: int) -> dict[str, float]:
         """The least sizes of what a stage holds, by the names of `ir.memory_ledger.LIFETIMES`."""
         least = self.copies[at].least
         tables = {"activation": least.activation, "weight_stash": least.stash, "received": least.received, "returned": least.returned}
@@ -85,16 +85,19 @@ def list_rank_terms(terms: Terms) -> list[RankTerms]:
     copies = terms.copies
     held = [rank for rank in range(terms.problem.ranks) if any(rank in copy.ranks for copy in copies)]
     if terms.problem.barrier:
-        early, rest = tuple(earliest_starts(terms, copy) for copy in copies), tuple(remaining_times(terms, copy) for copy in copies)
+        early, rest = (
+            tuple(find_earliest_starts(terms, copy) for copy in copies),
+            tuple(find_remaining_times(terms, copy) for copy in copies),
+        )
         return [RankTerms(terms, rank, copies, early, rest) for rank in held]
-    return [_own_span(terms, rank) for rank in held]
+    return [_build_own_span(terms, rank) for rank in held]
 
 
-def _own_span(terms: Terms, rank: int) -> RankTerms:
+def _build_own_span(terms: Terms, rank: int) -> RankTerms:
     """For the span of the rank: its clock starts with its first action, and only its own actions count."""
     copies = tuple(copy for copy in terms.copies if rank in copy.ranks)
-    early = tuple(earliest_starts(terms, copy, first=copy.ranks.index(rank)) for copy in copies)
-    return RankTerms(terms, rank, copies, early, tuple(remaining_times(terms, copy, only=rank) for copy in copies))
+    early = tuple(find_earliest_starts(terms, copy, first=copy.ranks.index(rank)) for copy in copies)
+    return RankTerms(terms, rank, copies, early, tuple(find_remaining_times(terms, copy, only=rank) for copy in copies))
 
 
 # The bounds -----------------------------------------------------------------------------------------------------------
@@ -108,19 +111,19 @@ def work(rank_terms: RankTerms) -> float:
 def chains(rank_terms: RankTerms) -> float:
     """The longest path through the events of the rank: dependencies, messages, one action at a time, and memory to be freed first."""
     keys = [(at, stage, kind) for at, stage in rank_terms.parts for kind in KINDS]
-    return max(float((rank_terms.early_of(key) + rank_terms.rest_of(key)).max()) for key in keys)
+    return max(float((rank_terms.get_early(key) + rank_terms.get_rest(key)).max()) for key in keys)
 
 
-def one_machine(rank_terms: RankTerms) -> float:
+def bound_one_machine(rank_terms: RankTerms) -> float:
     """All actions of the rank, each with its earliest start and remaining time, on one machine that may interrupt them.
 
     Interrupting can only help, and then the action with the most to follow always goes first (Jackson's rule).
     """
-    bounds = [_ranked(rank_terms), _labelled(rank_terms)]
+    bounds = [_list_ranked(rank_terms), _list_labelled(rank_terms)]
     return max(jackson(*(np.concatenate(column) for column in zip(*jobs, strict=True))) for jobs in bounds if jobs)
 
 
-def first_backward(rank_terms: RankTerms) -> float:
+def bound_first_backward(rank_terms: RankTerms) -> float:
     """The most work that memory allows the rank before the first gradient of one of its stages, then all the rest.
 
     Until then no memory of the forwards on this stage and earlier ones is freed, so their number is limited, and no later stage
@@ -132,12 +135,12 @@ def first_backward(rank_terms: RankTerms) -> float:
         mine = tuple(own for copy, own in rank_terms.parts if copy == at)
         others = sum(float(table[own].sum()) for copy, own in rank_terms.parts if copy != at for table in _times(rank_terms.copies[copy]))
         until = float(rank_terms.early[at]["gradient"][stage, 0])
-        done = others + _most_before(rank_terms, rank_terms.copies[at], stage, mine)
+        done = others + _bound_most_before(rank_terms, rank_terms.copies[at], stage, mine)
         best = max(best, until + max(0.0, rank_terms.work - done) + rank_terms.after)
     return best
 
 
-def holding(rank_terms: RankTerms) -> float:
+def bound_holding(rank_terms: RankTerms) -> float:
     """Every activation is held for at least a round trip, and memory is limited: size times time bounds the time.
 
     Memory fills no faster than forwards run and empties no faster than backwards run, so there is less room at both ends.
@@ -152,7 +155,7 @@ def holding(rank_terms: RankTerms) -> float:
         most = max(most, float(activation.max()), float(stash.max()))
         filling = max(filling, _rate(activation, copy.forward[stage]))
         emptying = max(emptying, _rate(activation, copy.gradient[stage]), _rate(stash, copy.weight[stage]))
-    return rank_terms.head + _least_time(needed, rank_terms.room, most, filling, emptying) + rank_terms.after
+    return rank_terms.head + _solve_least_time(needed, rank_terms.room, most, filling, emptying) + rank_terms.after
 
 
 # Their parts ----------------------------------------------------------------------------------------------------------
@@ -166,17 +169,17 @@ Jobs = list[tuple[Floats, Floats, Floats]]
 """Per group of actions: earliest starts, durations, and least times after their ends."""
 
 
-def _ranked(rank_terms: RankTerms) -> Jobs:
+def _list_ranked(rank_terms: RankTerms) -> Jobs:
     """The k-th action of each kind, with the least time of any microbatch."""
     jobs: Jobs = []
     for at, stage in rank_terms.parts:
         for key in ((at, stage, kind) for kind in KINDS):
-            takes, early, rest = rank_terms.least_time(key), rank_terms.early_of(key), rank_terms.rest_of(key)
+            takes, early, rest = rank_terms.find_least_time(key), rank_terms.get_early(key), rank_terms.get_rest(key)
             jobs.append((early, np.full(len(early), takes), rest - takes))
     return jobs
 
 
-def _labelled(rank_terms: RankTerms) -> Jobs:
+def _list_labelled(rank_terms: RankTerms) -> Jobs:
     """The actions of each microbatch with its own times; only if they differ, and not for spans."""
     if all(copy.uniform for copy in rank_terms.copies) or not rank_terms.terms.problem.barrier:
         return []
@@ -221,9 +224,9 @@ def jackson(release: Floats, takes: Floats, tail: Floats) -> float:
     return end
 
 
-def _most_before(rank_terms: RankTerms, copy: ModelCopy, stage: int, mine: tuple[int, ...]) -> float:
+def _bound_most_before(rank_terms: RankTerms, copy: ModelCopy, stage: int, mine: tuple[int, ...]) -> float:
     """The most work of the rank on its stages of this copy before the first gradient of this stage."""
-    holding = [own for own in mine if own <= stage]
+    below = [own for own in mine if own <= stage]
     everything = sum(float(copy.forward[own].sum()) for own in mine)
     everything += sum(float(table[own].sum()) for own in mine if own > stage for table in _times(copy)[1:])
     held, value, values = 0.0, 0.0, []
@@ -233,7 +236,7 @@ def _most_before(rank_terms: RankTerms, copy: ModelCopy, stage: int, mine: tuple
         values.append((value, held))
     if rank_terms.room == math.inf or not values[0][1]:
         return everything
-    if len(holding) == 1:
+    if len(below) == 1:
         return min(everything, int(rank_terms.room / held) * value)
     return min(everything, max(value / held for value, held in values) * rank_terms.room)
 
@@ -244,7 +247,7 @@ def _rate(sizes: Floats, times: Floats) -> float:
         return float(np.where(sizes > 0, sizes / times, 0.0).max())
 
 
-def _least_time(needed: float, room: float, most: float, filling: float, emptying: float) -> float:
+def _solve_least_time(needed: float, room: float, most: float, filling: float, emptying: float) -> float:
     """The time until the area below `room` is as large as `needed`, with memory filling from the start and emptying to the end."""
     if needed <= 0:
         return 0.0

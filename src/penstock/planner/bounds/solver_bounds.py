@@ -106,7 +106,7 @@ class LinearProgram:
         self.step = self._step()
         self.steps = math.ceil(self.longest / self.step) + 1
         self.shift = self._shifts()
-        self.takes = {kind: self.rank_terms.least_time(kind) for kind in self.shift}
+        self.takes = {kind: self.rank_terms.find_least_time(kind) for kind in self.shift}
         self._columns = {kind: self._samples(kind) for kind in self.shift}
         self._rise()
         self._follow()
@@ -119,7 +119,7 @@ class LinearProgram:
         if self.budget.over:
             return True
         for kind, columns in self._columns.items():
-            latest = end - self.rank_terms.rest_of(kind)  # rising: later actions have less to follow
+            latest = end - self.rank_terms.get_rest(kind)  # rising: later actions have less to follow
             begun = np.searchsorted(latest, self._moments(kind) + EPSILON * self.step, side="right").tolist()
             for column, least in zip(columns, begun, strict=True):
                 if least > column.ub():
@@ -150,27 +150,27 @@ class LinearProgram:
         places: dict[ActionKey, float] = {}
         for pair in self.order:
             if pair.before not in places:
-                places[pair.before] = float(self.rank_terms.early_of(pair.before)[0])
+                places[pair.before] = float(self.rank_terms.get_early(pair.before)[0])
             places[pair.after] = places[pair.before] + pair.lag
         return {kind: place - math.floor(place / self.step + EPSILON) * self.step for kind, place in places.items()}
 
     def _samples(self, kind: ActionKey) -> list[Any]:
-        early = self.rank_terms.early_of(kind)
+        early = self.rank_terms.get_early(kind)
         most = np.searchsorted(early, self._moments(kind) + EPSILON * self.step, side="right").tolist()
         return [self._solver.NumVar(0.0, float(count), "") for count in most]
 
     def _moments(self, kind: ActionKey) -> Floats:
         return np.asarray(self.shift[kind] + np.arange(self.steps + 1) * self.step, dtype=np.float64)
 
-    def _at(self, kind: ActionKey, index: int) -> Any:
+    def _get_sample(self, kind: ActionKey, index: int) -> Any:
         """A sample; None before the start, when S is 0."""
         return None if index < 0 else self._columns[kind][min(index, self.steps)]
 
     def _from_above(self, kind: ActionKey, time: float) -> Any:
-        return self._at(kind, math.ceil((time - self.shift[kind]) / self.step - EPSILON))
+        return self._get_sample(kind, math.ceil((time - self.shift[kind]) / self.step - EPSILON))
 
     def _from_below(self, kind: ActionKey, time: float) -> Any:
-        return self._at(kind, math.floor((time - self.shift[kind]) / self.step + EPSILON))
+        return self._get_sample(kind, math.floor((time - self.shift[kind]) / self.step + EPSILON))
 
     def _row(self, most: float, terms: list[tuple[float, Any]]) -> None:
         """Add the rule that the sum of the terms is at most `most`."""
@@ -193,21 +193,21 @@ class LinearProgram:
         for pair in self.order:
             for index in range(self.steps + 1):
                 moment = self.shift[pair.after] + index * self.step
-                self._row(0.0, [(1.0, self._at(pair.after, index)), (-1.0, self._from_above(pair.before, moment - pair.lag))])
+                self._row(0.0, [(1.0, self._get_sample(pair.after, index)), (-1.0, self._from_above(pair.before, moment - pair.lag))])
 
     def _work(self) -> None:
         """The time spent by each step's end is a column between two sums of samples, and grows by a step at most."""
         before = None
         for index in range(self.steps + 1):
             spent = self._solver.NumVar(0.0, self._solver.infinity(), "")
-            least, most = self._spent(index * self.step)
+            least, most = self._integrate_spent(index * self.step)
             most = least if self.whole else most
             self._row(0.0, [*least, (-1.0 / self.step, spent)])
             self._row(0.0, [(1.0 / self.step, spent), *((-factor, column) for factor, column in most)])
             self._row(1.0, [(1.0 / self.step, spent), (-1.0 / self.step, before)])
             before = spent
 
-    def _spent(self, moment: float) -> tuple[list[tuple[float, Any]], list[tuple[float, Any]]]:
+    def _integrate_spent(self, moment: float) -> tuple[list[tuple[float, Any]], list[tuple[float, Any]]]:
         """The integral of every S over its last duration, in steps: from the sample before and from the one after."""
         least: list[tuple[float, Any]] = []
         most: list[tuple[float, Any]] = []
@@ -215,8 +215,8 @@ class LinearProgram:
             index = math.ceil((moment - self.shift[kind]) / self.step - EPSILON)
             while (end := self.shift[kind] + index * self.step) > moment - takes + EPSILON * self.step:
                 part = (min(moment, end) - max(moment - takes, end - self.step)) / self.step
-                least.append((part, self._at(kind, index - 1)))
-                most.append((part, self._at(kind, index)))
+                least.append((part, self._get_sample(kind, index - 1)))
+                most.append((part, self._get_sample(kind, index)))
                 index -= 1
         return least, most
 
@@ -228,7 +228,7 @@ class LinearProgram:
         for kind in self._columns:
             if kind[2] == "forward":
                 for index in range(self.steps + 1):
-                    self._row(1.0, self._held(self.shift[kind] + index * self.step, room))
+                    self._row(1.0, self._sum_held(self.shift[kind] + index * self.step, room))
         for forward, gradient, most in self.rank_terms.list_waits():
             self._wait(forward, gradient, most)
 
@@ -237,12 +237,12 @@ class LinearProgram:
         for index in range(self.steps + 1):
             moment = self.shift[forward] + index * self.step
             ended = self._from_above(gradient, moment - self.takes[gradient])
-            self._row(1.0, [(1.0 / most, self._at(forward, index)), (-1.0 / most, ended)])
+            self._row(1.0, [(1.0 / most, self._get_sample(forward, index)), (-1.0 / most, ended)])
 
-    def _held(self, moment: float, room: float) -> list[tuple[float, Any]]:
+    def _sum_held(self, moment: float, room: float) -> list[tuple[float, Any]]:
         terms: list[tuple[float, Any]] = []
         for at, stage in self.rank_terms.parts:
-            sizes = {name: size / room for name, size in self.rank_terms.least_sizes(at, stage).items()}
+            sizes = {name: size / room for name, size in self.rank_terms.find_least_sizes(at, stage).items()}
             for (kind, when), size in net_changes(LIFETIMES, sizes).items():
                 key = (at, stage, NAMES[kind])
                 if when is When.START:
@@ -326,14 +326,18 @@ class OneRankSolver:
         rank_terms = self.rank_terms
         self.kinds: list[ActionKey] = [(at, stage, name) for at, stage in rank_terms.parts for name in KINDS]
         self.order = list_precedences(rank_terms)
-        self.time = unit_for([*(self.rank_terms.least_time(kind) for kind in self.kinds), *(pair.lag for pair in self.order)], TIME_STEPS)
-        self.size = unit_for([size for at, stage in rank_terms.parts for size in rank_terms.least_sizes(at, stage).values()], SIZE_STEPS)
+        self.time = unit_for(
+            [*(self.rank_terms.find_least_time(kind) for kind in self.kinds), *(pair.lag for pair in self.order)], TIME_STEPS
+        )
+        self.size = unit_for(
+            [size for at, stage in rank_terms.parts for size in rank_terms.find_least_sizes(at, stage).values()], SIZE_STEPS
+        )
 
     def run(self) -> float:
         """Try later ends until one is possible or the budget is spent; then bisect."""
         step, high = FIRST * self.value, math.inf
         while not self.budget.over:
-            tried = self._between_units(min(self.value + step, (self.value + high) / 2))
+            tried = self._move_between_units(min(self.value + step, (self.value + high) / 2))
             if not self.value < tried < high or high - self.value < CLOSE * self.value:
                 break
             refused = self._refuses(tried)
@@ -345,7 +349,7 @@ class OneRankSolver:
                 high = tried
         return self.value
 
-    def _between_units(self, end: float) -> float:
+    def _move_between_units(self, end: float) -> float:
         """Half a unit after a possible time: if it is refused, the next unit is a bound."""
         return end if self.unit is None else (math.floor(end / self.unit) + 0.5) * self.unit
 
@@ -373,7 +377,7 @@ class OneRankSolver:
         starts: Starts = {}
         for kind in self.kinds:
             starts[kind] = []
-            early, rest = self.rank_terms.early_of(kind), self.rank_terms.rest_of(kind)
+            early, rest = self.rank_terms.get_early(kind), self.rank_terms.get_rest(kind)
             for first, follows in zip(early.tolist(), rest.tolist(), strict=True):
                 low, high = floor_units(first, self.time), math.floor(Fraction(end - follows) / self.time)
                 if high < low:
@@ -384,7 +388,7 @@ class OneRankSolver:
     def _order(self, model: Any, starts: Starts) -> None:
         lane = []
         for kind, own in starts.items():
-            takes = floor_units(self.rank_terms.least_time(kind), self.time)
+            takes = floor_units(self.rank_terms.find_least_time(kind), self.time)
             lane += [model.new_fixed_size_interval_var(start, takes, "") for start in own]
             for before, after in pairwise(own):
                 model.add(after >= before + takes)
@@ -397,15 +401,15 @@ class OneRankSolver:
         if self.rank_terms.room == math.inf:
             return
         for forward, gradient, most in self.rank_terms.list_waits():
-            takes_gradient = floor_units(self.rank_terms.least_time(gradient), self.time)
+            takes_gradient = floor_units(self.rank_terms.find_least_time(gradient), self.time)
             for before, after in zip(starts[gradient], starts[forward][most:], strict=False):
                 model.add(after >= before + takes_gradient)
         intervals: list[Any] = []
         sizes: list[int] = []
         for at, stage in self.rank_terms.parts:
-            held = {name: floor_units(size, self.size) for name, size in self.rank_terms.least_sizes(at, stage).items()}
+            held = {name: floor_units(size, self.size) for name, size in self.rank_terms.find_least_sizes(at, stage).items()}
             keys = {kind: (at, stage, name) for kind, name in NAMES.items()}
-            takes = {kind: floor_units(self.rank_terms.least_time(key), self.time) for kind, key in keys.items()}
+            takes = {kind: floor_units(self.rank_terms.find_least_time(key), self.time) for kind, key in keys.items()}
             for own in zip(*(starts[key] for key in keys.values()), strict=True):
                 begins = dict(zip(keys, own, strict=True))
                 for size, begin, when, end in LIFETIMES:

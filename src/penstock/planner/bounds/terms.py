@@ -120,7 +120,7 @@ class Terms:
             limit * (1 + 2 * SLACK) - kept if limit < math.inf else limit
             for limit, kept in zip(problem.limits, problem.static_memory, strict=True)
         )
-        return cls(problem, copies, after, tuple(_usable(copies, rank, size) for rank, size in enumerate(room)))
+        return cls(problem, copies, after, tuple(_find_usable(copies, rank, size) for rank, size in enumerate(room)))
 
 
 def _model_copies(problem: Problem) -> tuple[ModelCopy, ...]:
@@ -143,7 +143,7 @@ def _model_copies(problem: Problem) -> tuple[ModelCopy, ...]:
     return tuple(copies)
 
 
-def _usable(copies: tuple[ModelCopy, ...], rank: int, room: float) -> float:
+def _find_usable(copies: tuple[ModelCopy, ...], rank: int, room: float) -> float:
     """The largest sum of the rank's sizes within the room; the room itself if there are too many sums."""
     sizes: set[float] = set()
     for copy in copies:
@@ -209,9 +209,9 @@ def list_waits(terms: Terms, copy: ModelCopy) -> list[Wait]:
     return delays
 
 
-def earliest_starts(terms: Terms, copy: ModelCopy, first: int = 0) -> Events:
+def find_earliest_starts(terms: Terms, copy: ModelCopy, first: int = 0) -> Events:
     """Earliest start of each k-th action if the first forward of stage `first` may start at 0. Stages before it stay at 0."""
-    least, held = copy.least, _by_stage(copy, list_waits(terms, copy), by_forward=True)
+    least, held = copy.least, _group_by_stage(copy, list_waits(terms, copy), by_forward=True)
     f, g, w, hop, hop_back = (table[:, 0].tolist() for table in least.times)
     stages, count = copy.stages, copy.count
     start_f, start_g, start_w = ([[0.0] * stages for _ in range(count)] for _ in range(3))
@@ -241,9 +241,9 @@ def earliest_starts(terms: Terms, copy: ModelCopy, first: int = 0) -> Events:
     return _events(start_f, start_g, start_w)
 
 
-def remaining_times(terms: Terms, copy: ModelCopy, only: int | None = None) -> Events:
+def find_remaining_times(terms: Terms, copy: ModelCopy, only: int | None = None) -> Events:
     """Least time from the start of each k-th action to the end of everything, or to the end of rank `only`."""
-    least, held = copy.least, _by_stage(copy, list_waits(terms, copy), by_forward=False)
+    least, held = copy.least, _group_by_stage(copy, list_waits(terms, copy), by_forward=False)
     f, g, w, hop, hop_back = (table[:, 0].tolist() for table in least.times)
     stages, count = copy.stages, copy.count
     after = [terms.after[rank][s] if only in (None, rank) else FREE for s, rank in enumerate(copy.ranks)]
@@ -274,7 +274,7 @@ def remaining_times(terms: Terms, copy: ModelCopy, only: int | None = None) -> E
     return _events(rest_f, rest_g, rest_w)
 
 
-def _by_stage(copy: ModelCopy, delays: list[Wait], by_forward: bool) -> list[list[tuple[int, int]]]:
+def _group_by_stage(copy: ModelCopy, delays: list[Wait], by_forward: bool) -> list[list[tuple[int, int]]]:
     """Per stage, the other stage of each of its waits, and the most forwards ahead."""
     held: list[list[tuple[int, int]]] = [[] for _ in range(copy.stages)]
     for wait in delays:

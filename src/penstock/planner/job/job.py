@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from penstock.errors import CostsError, nearest
+from penstock.errors import CostsError, ScheduleError, nearest
 from penstock.planner.job.machines import Machines
 from penstock.planner.profile.transformer import Transformer
-from penstock.planner.request import check_count
+from penstock.text.units import check_count
 
 HEADROOM = 0.05
 """The share of a GPU's memory that stays free, because sizes are estimates."""
@@ -42,7 +42,7 @@ class Job:
     def __post_init__(self) -> None:
         if not isinstance(self.machines, Machines):
             raise CostsError(f"machines must be penstock.Machines, got {type(self.machines).__name__}")
-        check_count("batch", self.batch, None)
+        check_count("batch", self.batch, error=ScheduleError)
         if self.optimizer not in OPTIMIZERS:
             raise CostsError(f"there is no optimizer {self.optimizer!r}: {nearest(str(self.optimizer), OPTIMIZERS)}")
         if not 0 <= self.headroom < 1:

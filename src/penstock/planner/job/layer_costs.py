@@ -176,7 +176,7 @@ class LayerCosts:
         keys = 2 * self.job.transformer.bytes * self._tokens * self.job.transformer.attention_widths[1] / chosen.tensor
         return 4 * self._gather_hidden() + times * self.job.machines.gather_time(keys, chosen.context, stride=chosen.tensor)
 
-    def _over_replicas(self, size: float) -> float:
+    def _time_gather_over_replicas(self, size: float) -> float:
         return self.job.machines.gather_time(size, self.configuration.replicas, stride=self.configuration.tensor)
 
     def _layer(self, counted: Layer, times: tuple[float, float, float], activation: float, name: str = "") -> Layer:
@@ -184,7 +184,7 @@ class LayerCosts:
         f, i, w = times
         chosen, tensor, sharding = self.configuration, self.configuration.tensor, self.configuration.sharding
         parameters, gradients = counted.parameters / tensor, counted.gradients / tensor
-        gather, scatter = self._over_replicas(parameters), self._over_replicas(gradients)
+        gather, scatter = self._time_gather_over_replicas(parameters), self._time_gather_over_replicas(gradients)
         if sharding == 3:
             f, i = max(f, gather), max(i, gather)
         if sharding >= 2:
@@ -214,7 +214,7 @@ class LayerCosts:
         own = parameters / chosen.tensor / (chosen.replicas if chosen.sharding else 1)
         passed = own * (model.gradient_bytes + 2 * model.optimizer_bytes + model.bytes)
         gathered = parameters / chosen.tensor * model.bytes if chosen.sharding in (1, 2) else 0.0
-        return self.job.machines.memory_time(passed) + self._over_replicas(gathered)
+        return self.job.machines.memory_time(passed) + self._time_gather_over_replicas(gathered)
 
     def _update_block(self, parameters: float) -> float:
         """Seconds to update a block: as other layers, and with Muon each matrix is made orthogonal by one of the GPUs that share it."""

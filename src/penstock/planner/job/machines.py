@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from penstock.errors import CostsError, nearest
-from penstock.text.units import parse_size
+from penstock.ir.formats.reading import check_record
+from penstock.text.units import check_count, parse_size
 
 _RATES = ("flops", "memory", "memory_bandwidth", "node_bandwidth", "bandwidth")
 _TIMES = ("node_latency", "latency")
@@ -47,9 +48,7 @@ class Machines:
 
     def __post_init__(self) -> None:
         for name in ("gpus", "gpus_per_node"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise CostsError(f"{name} must be a whole number of at least 1, got {value!r}")
+            check_count(name, getattr(self, name))
         for name in _RATES + _TIMES:
             object.__setattr__(self, name, parse_size(getattr(self, name), name))
         for name in _RATES:
@@ -72,14 +71,7 @@ class Machines:
     @classmethod
     def from_fields(cls, values: Mapping[str, Any]) -> Machines:
         """Build from field values by name; an unknown or missing one is refused."""
-        known = {field.name: field for field in fields(cls)}
-        for name in values:
-            if name not in known:
-                raise CostsError(f"machines have no field {name!r}: {nearest(name, known)}")
-        missing = [name for name, field in known.items() if field.default is MISSING and name not in values]
-        if missing:
-            raise CostsError(f"machines need {', '.join(missing)}")
-        return cls(**values)
+        return cls(**check_record(dict(values), cls, "machines", error=CostsError))
 
     @property
     def nodes(self) -> int:

@@ -37,37 +37,31 @@ _ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
-class Pipeline:
-    """A schedule on the stages of a configuration, timed."""
-
-    candidate: Candidate
-    recomputed: tuple[bool, ...]
-    """For each block of the model, whether its forward runs again."""
-
-    @property
-    def seconds(self) -> float:
-        return self.candidate.time_or_inf
-
-
-@dataclass(frozen=True)
 class ScheduleTrial:
-    """What became of one schedule in a configuration."""
+    """One schedule on the stages of a configuration: timed, or ruled out by its bound or its memory."""
 
     name: str
-    pipeline: Pipeline | None = None
+    timed: Candidate | None = None
     """If it fits and was timed."""
+    recomputed: tuple[bool, ...] = ()
+    """For each block of the model, whether its forward runs again."""
     bound: float = 0.0
     """Seconds that it takes at least."""
     excess: float = 0.0
     """Bytes over the limit on the fullest GPU, if it does not fit."""
 
     @property
+    def candidate(self) -> Candidate:
+        assert self.timed is not None
+        return self.timed
+
+    @property
     def seconds(self) -> float:
-        return math.inf if self.pipeline is None else self.pipeline.seconds
+        return math.inf if self.timed is None else self.timed.time_or_inf
 
 
 @dataclass(frozen=True)
-class Order:
+class ScheduleTemplate:
     """A schedule that was lowered and timed once, so that other costs only retime it, and what each rank holds at its peak."""
 
     candidate: Candidate
@@ -76,7 +70,7 @@ class Order:
     """How often each stage computes what along one chain of actions that wait for each other: no costs make it faster than that."""
 
     @classmethod
-    def of(cls, candidate: Candidate) -> Order:
+    def of(cls, candidate: Candidate) -> ScheduleTemplate:
         moments = candidate.list_moments(range(candidate.problem.ranks))
         actions = [step.action for step in candidate.timeline.critical_path if step.what == "action" and step.action is not None]
         path = Counter((action.stage, action.kind) for action in actions)
@@ -84,12 +78,12 @@ class Order:
 
 
 @dataclass
-class Orders:
-    """Orders by schedule, ranks and microbatches."""
+class ScheduleTemplates:
+    """Templates by schedule, ranks and microbatches."""
 
     names: Sequence[str]
     _usable: dict[tuple[int, int], list[NamedSchedule]] = field(default_factory=dict)
-    _timed: dict[tuple[str, int, int], Order | None] = field(default_factory=dict)
+    _timed: dict[tuple[str, int, int], ScheduleTemplate | None] = field(default_factory=dict)
 
     def list_usable(self, ranks: int, layers: int) -> list[NamedSchedule]:
         """The schedules for so many ranks; on one rank all are the same, so that the first does."""
@@ -98,13 +92,13 @@ class Orders:
             self._usable[ranks, layers] = usable if ranks > 1 else usable[:1]
         return self._usable[ranks, layers]
 
-    def time(self, named: NamedSchedule, microbatches: int) -> Order | None:
-        """The order under plain costs; None if the schedule does not take so many microbatches."""
+    def time(self, named: NamedSchedule, microbatches: int) -> ScheduleTemplate | None:
+        """The schedule under plain costs; None if the schedule does not take so many microbatches."""
         key = named.name, named.placement.ranks, microbatches
         if key not in self._timed:
             plain = Problem(named.placement, microbatches, _USUAL)
             try:
-                self._timed[key] = Order.of(Candidate.time(named.name, plain, next(iter(named.build(plain)))))
+                self._timed[key] = ScheduleTemplate.of(Candidate.time(named.name, plain, next(iter(named.build(plain)))))
             except PenstockError:
                 self._timed[key] = None
         return self._timed[key]
@@ -115,7 +109,7 @@ class PipelineTrials:
     """Tries the schedules of one configuration."""
 
     costs: LayerCosts
-    orders: Orders
+    templates: ScheduleTemplates
     recompute: bool = True
     limit: float | None = None
     """Bytes of a GPU that may be used; by default those of the job."""
@@ -132,19 +126,19 @@ class PipelineTrials:
     def run(self, best: float = math.inf) -> list[ScheduleTrial]:
         """Try every schedule; one whose bound is not below the best time is not timed. The fastest that fits comes first."""
         trials = list(self._try_all(best))
-        return sorted(trials, key=lambda trial: (trial.pipeline is None, trial.seconds, trial.excess, trial.bound))
+        return sorted(trials, key=lambda trial: (trial.timed is None, trial.seconds, trial.excess, trial.bound))
 
     def _try_all(self, best: float) -> Iterator[ScheduleTrial]:
         ranks, layers = self.costs.configuration.pipeline, self.costs.job.transformer.layers + sum(self.costs.ends)
-        for named in self.orders.list_usable(ranks, layers):
-            order = self.orders.time(named, self.microbatches)
-            if order is not None:
-                trial = self._try(order, best)
+        for named in self.templates.list_usable(ranks, layers):
+            template = self.templates.time(named, self.microbatches)
+            if template is not None:
+                trial = self._try(template, best)
                 best = min(best, trial.seconds)
                 yield trial
 
-    def _try(self, known: Order, best: float) -> ScheduleTrial:
-        order, moments = known.candidate, known.moments
+    def _try(self, template: ScheduleTemplate, best: float) -> ScheduleTrial:
+        order, moments = template.candidate, template.moments
         placement, limit = order.problem.placement, self._limit
         limits = [limit] * placement.ranks
         bound = excess = 0.0
@@ -154,7 +148,7 @@ class PipelineTrials:
             if counts is None:
                 return ScheduleTrial(order.name, excess=max(least, excess))
             sizes, recomputed = shares.lay_out(counts)
-            lower = max(self.microbatches * least, self._bound_path(known, sizes, recomputed))
+            lower = max(self.microbatches * least, self._bound_path(template, sizes, recomputed))
             if lower >= best:
                 return ScheduleTrial(order.name, bound=max(bound, lower))
             bound = bound or lower
@@ -162,20 +156,20 @@ class PipelineTrials:
             candidate = order.retime(problem)
             if candidate.fits:
                 flags = (True,) * len(recomputed) if self.costs.recompute_all else recomputed
-                return ScheduleTrial(order.name, Pipeline(candidate, flags), bound)
+                return ScheduleTrial(order.name, candidate, flags, bound)
             excess = candidate.excess or 0.0
             moments, peaks = candidate.list_moments(range(placement.ranks)), candidate.timeline.peak_memory
             limits = [low - max(peak - limit, 0.0) for low, peak in zip(limits, peaks, strict=True)]
         return ScheduleTrial(order.name, excess=excess)
 
-    def _bound_path(self, known: Order, sizes: tuple[int, ...], recomputed: tuple[bool, ...]) -> float:
+    def _bound_path(self, template: ScheduleTemplate, sizes: tuple[int, ...], recomputed: tuple[bool, ...]) -> float:
         """Seconds of the order's chain of actions on these stages."""
         first, last = self.costs.ends
         again = self.costs.recomputed_block
         layers = [*[self.costs.embedding] * first, *(again if flag else self.costs.block for flag in recomputed), *[self.costs.head] * last]
         ends = [0, *accumulate(sizes)]
         total = 0.0
-        for (stage, kind), count in known.path.items():
+        for (stage, kind), count in template.path.items():
             names = {Kind.F: "f", Kind.I: "i", Kind.W: "w", Kind.B: "i w"}[kind].split()
             total += count * sum(getattr(layer, name) for layer in layers[ends[stage] : ends[stage + 1]] for name in names)
         return total

@@ -13,20 +13,21 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import CostsError, FileFormatError, PlanError
+from penstock.errors import CostsError, FileFormatError, PlanError, ScheduleError
 from penstock.ir.costs import Costs
 from penstock.ir.formats import json_form
 from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
+from penstock.planner.candidate import Verdict
 from penstock.planner.job.configuration import ENDS, SPREAD, Configuration
 from penstock.planner.job.job import Job
 from penstock.planner.job.layer_costs import LayerCosts
-from penstock.planner.job.pipelines import SCHEDULES, Orders, Pipeline, PipelineTrials
-from penstock.planner.job.search import Outcome, Search, Trial, bound_seconds, list_configurations
+from penstock.planner.job.pipelines import SCHEDULES, PipelineTrials, ScheduleTemplates, ScheduleTrial
+from penstock.planner.job.search import ConfigurationSearch, Trial, bound_seconds, list_configurations
 from penstock.planner.profile import Profile
-from penstock.planner.request import SEARCHED, Progress, check_count, check_names
+from penstock.planner.request import SEARCHED, Progress, check_names
 from penstock.simulator.timeline import Timeline
-from penstock.text.units import Units
+from penstock.text.units import Units, check_count
 from penstock.verifier.proof import Proof
 from penstock.verifier.verify import verify
 
@@ -39,7 +40,7 @@ class JobPlan:
 
     job: Job
     configuration: Configuration
-    pipeline: Pipeline
+    pipeline: ScheduleTrial
     trials: tuple[Trial, ...]
 
     @property
@@ -213,10 +214,11 @@ def plan_job(
     names = SCHEDULES if schedules is None else check_names(schedules)
     if SEARCHED in names:
         raise PlanError("plan_job compares named schedules: leave out 'searched', and search the order of the result with penstock.plan")
-    search = Search(job, list_configurations(job, wanted), Orders(names), recompute, progress or _ignore, stop or _never)
+    search = ConfigurationSearch(
+        job, list_configurations(job, wanted), ScheduleTemplates(names), recompute, progress or _ignore, stop or _never
+    )
     best = search.run()
-    assert best.pipeline is not None
-    return JobPlan(job, best.configuration, best.pipeline, tuple(search.trials.values()))
+    return JobPlan(job, best.configuration, best.schedules[0], tuple(search.trials.values()))
 
 
 def predict_job(job: Job, configuration: Configuration, *, schedule: str = "1f1b", recompute: bool | None = None) -> JobPlan:
@@ -227,20 +229,20 @@ def predict_job(job: Job, configuration: Configuration, *, schedule: str = "1f1b
     """
     fields = {name: (value,) for name, value in configuration.to_json().items()}
     chosen = list_configurations(job, fields)[0]
-    orders, limit = Orders(check_names(schedule.partition("{")[0])), None if recompute is None else math.inf
-    trials = PipelineTrials(LayerCosts(job, chosen, bool(recompute)), orders, recompute is None, limit).run()
+    templates, limit = ScheduleTemplates(check_names(schedule.partition("{")[0])), None if recompute is None else math.inf
+    trials = PipelineTrials(LayerCosts(job, chosen, bool(recompute)), templates, recompute is None, limit).run()
     matching = [trial for trial in trials if trial.name == schedule or trial.name.partition("{")[0] == schedule]
     if not matching:
         raise PlanError(f"{schedule!r} is none of the schedules for these degrees: {', '.join(trial.name for trial in trials) or 'none'}")
     best = matching[0]
-    if best.pipeline is None:
+    if best.timed is None:
         raise PlanError(
             f"{chosen.describe()} does not fit with {schedule}: {Units('s', True).size(best.excess)} over the limit of a GPU; "
             "with recompute=False or recompute=True it is predicted all the same"
         )
-    bound = bound_seconds(LayerCosts(job, chosen), best.pipeline.candidate.microbatches)
-    trial = Trial(chosen, bound, Outcome.FITS, tuple(matching))
-    return JobPlan(job, chosen, best.pipeline, (trial,))
+    bound = bound_seconds(LayerCosts(job, chosen), best.timed.microbatches)
+    trial = Trial(chosen, bound, Verdict.FITS, tuple(matching))
+    return JobPlan(job, chosen, best, (trial,))
 
 
 def _ignore(progress: Progress) -> None:
@@ -255,7 +257,7 @@ def _check_numbers(name: str, value: One) -> tuple[int, ...]:
     values = (value,) if isinstance(value, int) else tuple(value or ())
     least, most = (0, 3) if name == "sharding" else (1, None)
     for number in values:
-        check_count(name, number, most, least)
+        check_count(name, number, least, most, error=ScheduleError)
     if not values:
         raise PlanError(f"{name} is empty: give at least one number, or leave it out")
     return values

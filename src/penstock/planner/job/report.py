@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from penstock.planner.candidate import Verdict
 from penstock.planner.job.configuration import DIMENSIONS
 from penstock.planner.job.layer_costs import LayerCosts
-from penstock.planner.job.search import Outcome, Trial
+from penstock.planner.job.search import Trial
 from penstock.planner.partition.stage_costs import split_layers
 from penstock.text.table import format_table
 
@@ -54,7 +56,7 @@ def list_alternatives(plan: JobPlan) -> list[Alternative]:
 
 def _compare(plan: JobPlan, name: str, value: Any, trials: list[Trial]) -> Alternative:
     fastest = min(trials, key=lambda trial: trial.seconds)
-    waiting = [trial.at_least for trial in trials if trial.outcome == Outcome.SLOWER]
+    waiting = [trial.at_least for trial in trials if trial.verdict == Verdict.SLOW]
     bound = min([fastest.seconds, *waiting])
     if fastest.seconds < math.inf:
         slower = fastest.seconds / plan.seconds - 1
@@ -70,15 +72,14 @@ def _describe_rest(plan: JobPlan, trial: Trial) -> str:
     """Where a configuration differs from the plan's."""
     own, other = plan.configuration, trial.configuration
     changed = [f"{_NAMES.get(name, name)} {getattr(other, name)}" for name in DIMENSIONS if getattr(own, name) != getattr(other, name)]
-    assert trial.pipeline is not None
-    again = sum(trial.pipeline.recomputed)
+    again = sum(trial.schedules[0].recomputed)
     recomputed = [f"{again} block{'' if again == 1 else 's'} recomputed"] if again else []
     return ", ".join([*changed, trial.schedules[0].name, *recomputed])
 
 
 def write_report(plan: JobPlan) -> str:
     """The plan, what each GPU holds, and the other values of each dimension."""
-    parts = [_summary(plan), _schedules(plan), _memory(plan), _others(plan)]
+    parts = [_summary(plan), _schedules(plan), _memory(plan), _list_others(plan)]
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
 
 
@@ -126,15 +127,14 @@ def _schedules(plan: JobPlan) -> Iterator[str]:
     yield "schedules with these degrees"
     rows: list[tuple[str, ...]] = [("", "schedule", "takes", "bubble", "peak", "recomputed blocks", "")]
     for tried in trial.schedules:
-        pipeline = tried.pipeline
-        if pipeline is None:
+        if tried.timed is None:
             lost = (
                 f"{plan.units.size(tried.excess)} over the limit" if tried.excess else f"at least {plan.units.time(tried.bound)}: not timed"
             )
             rows.append(("", tried.name, "-", "-", "-", "-", lost))
             continue
-        figures = (plan.units.time(pipeline.seconds), f"{pipeline.candidate.bubble:.1%}", plan.units.size(pipeline.candidate.peak or 0.0))
-        rows.append(("->" if pipeline is plan.pipeline else "", tried.name, *figures, str(sum(pipeline.recomputed) or "-"), ""))
+        figures = plan.units.time(tried.seconds), f"{tried.timed.bubble:.1%}", plan.units.size(tried.timed.peak or 0.0)
+        rows.append(("->" if tried is plan.pipeline else "", tried.name, *figures, str(sum(tried.recomputed) or "-"), ""))
     yield from format_table(rows, left=(1, 6), indent="  ")
 
 
@@ -156,7 +156,7 @@ def _memory(plan: JobPlan) -> Iterator[str]:
     yield from format_table([titles, *grouped], indent="  ")
 
 
-def _others(plan: JobPlan) -> Iterator[str]:
+def _list_others(plan: JobPlan) -> Iterator[str]:
     """The best of the other values of each dimension, and what became of all configurations."""
     rows: list[tuple[str, ...]] = [("dimension", "chosen", "instead", "takes", "compared with this plan")]
     alternatives = list_alternatives(plan)
@@ -165,10 +165,10 @@ def _others(plan: JobPlan) -> Iterator[str]:
         for place, other in enumerate(others[:_SHOWN]):
             title, own = (_NAMES.get(name, name), str(getattr(plan.configuration, name))) if not place else ("", "")
             rows.append((title, own, str(other.value), "-" if other.seconds is None else plan.units.time(other.seconds), other.words))
-    counts = {outcome: sum(trial.outcome == outcome for trial in plan.trials) for outcome in Outcome}
+    counts = Counter(trial.verdict for trial in plan.trials)
     yield (
-        f"{len(plan.trials)} configurations: {counts[Outcome.FITS]} timed and fit; {counts[Outcome.OVER]} do not fit; "
-        f"{counts[Outcome.SLOWER]} not timed, because their bound is above the best"
+        f"{len(plan.trials)} configurations: {counts[Verdict.FITS]} timed and fit; {counts[Verdict.OVER]} do not fit; "
+        f"{counts[Verdict.SLOW]} not timed, because their bound is above the best"
     )
     if len(rows) > 1:
         yield ""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from itertools import product
 from typing import Any
 
 from penstock.errors import PlanError
 from penstock.ir.codes import MAX_MICROBATCHES
+from penstock.planner.candidate import Verdict
 from penstock.planner.job.configuration import DIMENSIONS, ENDS, SPREAD, Configuration
 from penstock.planner.job.job import Job
 from penstock.planner.job.layer_costs import LayerCosts
-from penstock.planner.job.pipelines import Orders, Pipeline, PipelineTrials, ScheduleTrial
+from penstock.planner.job.pipelines import PipelineTrials, ScheduleTemplates, ScheduleTrial
 from penstock.planner.profile import Layer
 from penstock.planner.request import Progress
 from penstock.text.units import Units
@@ -28,14 +28,6 @@ MOST_NEIGHBOURS = 8
 _UNITS = Units("s", True)
 
 
-class Outcome(StrEnum):
-    """What became of a configuration."""
-
-    FITS = "fits"
-    OVER = "does not fit"
-    SLOWER = "not timed: its bound is above the best"
-
-
 @dataclass(frozen=True)
 class Trial:
     """One configuration: its bounds, and its schedules if they were tried."""
@@ -43,16 +35,12 @@ class Trial:
     configuration: Configuration
     bound: float
     """Seconds that no schedule, partition or recompute of this configuration can beat."""
-    outcome: Outcome
+    verdict: Verdict
+    """`FITS`, `OVER`, or `SLOW` if its bound is above the best."""
     schedules: tuple[ScheduleTrial, ...] = field(default=(), repr=False)
     """The fastest that fits first."""
     excess: float = 0.0
     """Bytes over the limit on the fullest GPU, if nothing fits."""
-
-    @property
-    def pipeline(self) -> Pipeline | None:
-        """The best pipeline, if one fits and was timed."""
-        return self.schedules[0].pipeline if self.schedules else None
 
     @property
     def at_least(self) -> float:
@@ -61,8 +49,8 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """The time of the best pipeline, infinite without one."""
-        return math.inf if self.pipeline is None else self.pipeline.seconds
+        """The time of the fastest schedule that fits, infinite without one."""
+        return self.schedules[0].seconds if self.schedules else math.inf
 
 
 # The space ------------------------------------------------------------------------------------------------------------
@@ -174,12 +162,12 @@ def _list_layers(costs: LayerCosts) -> list[tuple[Layer, int]]:
 
 
 @dataclass
-class Search:
+class ConfigurationSearch:
     """Times configurations in the order of their bounds until no other can be faster."""
 
     job: Job
     configurations: Sequence[Configuration]
-    orders: Orders
+    templates: ScheduleTemplates
     recompute: bool = True
     tell: Callable[[Progress], None] = lambda progress: None
     stop: Callable[[], bool] = lambda: False
@@ -190,7 +178,7 @@ class Search:
         """The best configuration; raises `PlanError` if none fits."""
         order = sorted((self._bound(configuration) for configuration in self.configurations), key=lambda trial: trial.bound)
         for done, trial in enumerate(order):
-            if trial.outcome == Outcome.OVER or (self.best is not None and trial.bound >= self.best.seconds):
+            if trial.verdict == Verdict.OVER or (self.best is not None and trial.bound >= self.best.seconds):
                 continue
             if self.stop():
                 break
@@ -207,19 +195,19 @@ class Search:
         costs = LayerCosts(self.job, configuration)
         microbatches = self.job.batch // (configuration.data * configuration.microbatch)
         excess = bound_memory(costs) - self.job.limit
-        outcome = Outcome.OVER if excess > 0 else Outcome.SLOWER
-        trial = Trial(configuration, bound_seconds(costs, microbatches), outcome, excess=max(excess, 0.0))
+        verdict = Verdict.OVER if excess > 0 else Verdict.SLOW
+        trial = Trial(configuration, bound_seconds(costs, microbatches), verdict, excess=max(excess, 0.0))
         self.trials[configuration] = trial
         return trial
 
     def _time(self, trial: Trial, best: float) -> Trial:
         """Try the schedules of a configuration that may take less than the best time."""
-        schedules = tuple(PipelineTrials(LayerCosts(self.job, trial.configuration), self.orders, self.recompute).run(best))
-        fits = bool(schedules) and schedules[0].pipeline is not None
+        schedules = tuple(PipelineTrials(LayerCosts(self.job, trial.configuration), self.templates, self.recompute).run(best))
+        fits = bool(schedules) and schedules[0].timed is not None
         open_bounds = [tried.bound for tried in schedules if not tried.excess]
-        outcome = Outcome.FITS if fits else Outcome.SLOWER if open_bounds else Outcome.OVER
-        excess = min((tried.excess for tried in schedules), default=0.0) if outcome == Outcome.OVER else 0.0
-        timed = replace(trial, outcome=outcome, schedules=schedules, excess=excess)
+        verdict = Verdict.FITS if fits else Verdict.SLOW if open_bounds else Verdict.OVER
+        excess = min((tried.excess for tried in schedules), default=0.0) if verdict == Verdict.OVER else 0.0
+        timed = replace(trial, verdict=verdict, schedules=schedules, excess=excess)
         self.trials[trial.configuration] = timed
         if fits and (self.best is None or timed.seconds < self.best.seconds):
             self.best = timed
@@ -230,7 +218,7 @@ class Search:
         for name in DIMENSIONS:
             for trials in self.group(name).values():
                 best = min(trial.seconds for trial in trials)
-                untimed = [trial for trial in trials if trial.outcome == Outcome.SLOWER]
+                untimed = [trial for trial in trials if trial.verdict == Verdict.SLOW]
                 for trial in sorted(untimed, key=lambda trial: trial.at_least)[:MOST_NEIGHBOURS]:
                     if trial.at_least >= best or self.stop():
                         break
@@ -244,7 +232,7 @@ class Search:
         return groups
 
     def _explain_refusal(self) -> str:
-        trials = [trial for trial in self.trials.values() if trial.outcome == Outcome.OVER]
+        trials = [trial for trial in self.trials.values() if trial.verdict == Verdict.OVER]
         if not trials:
             return f"stopped before anything was found that fits: {len(self.trials)} configurations were bounded"
         nearest = min(trials, key=lambda trial: trial.excess)

@@ -420,7 +420,7 @@ class Annealing:
 
     def __init__(self, evaluator: Evaluator, order: Order, seed: int) -> None:
         self.evaluator, self.source = evaluator, order.source
-        self.flat = evaluator.flat_with(order.full)
+        self.flat = evaluator.copy_flat(order.full)
         self.objective = self.best = order.objective
         as_column = evaluator.as_column
         self.state = AnnealState(

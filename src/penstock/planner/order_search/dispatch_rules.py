@@ -119,21 +119,21 @@ class DispatchRules:
     def _change(self, rule: DispatchRule, chance: np.random.Generator) -> DispatchRule:
         what = chance.random()
         if what < 0.5:
-            return rule._replace(base=self._other_base(rule.base, chance))
+            return rule._replace(base=self._change_base(rule.base, chance))
         if what < 0.7:
-            return rule._replace(ahead=self._other_counts(rule.ahead, chance))
+            return rule._replace(ahead=self._change_counts(rule.ahead, chance))
         if what < 0.9:
-            return rule._replace(most=self._other_counts(rule.most, chance))
+            return rule._replace(most=self._change_counts(rule.most, chance))
         share = float(chance.choice(_SHARES))
         return rule._replace(overrun=share) if what < 0.95 else rule._replace(patience=share)
 
-    def _other_counts(self, counts: Ints, chance: np.random.Generator) -> Ints:
+    def _change_counts(self, counts: Ints, chance: np.random.Generator) -> Ints:
         low, high = self._range(chance)
         changed = counts.copy()
         changed[low:high] += chance.choice((-1, 1))
         return np.clip(changed, 1, self.flat.microbatches)
 
-    def _other_base(self, base: Floats, chance: np.random.Generator) -> Floats:
+    def _change_base(self, base: Floats, chance: np.random.Generator) -> Floats:
         """Shift the priorities of one kind on some stages; or move those of W to soon after its I."""
         stages, changed = self.flat.stages, base.copy()
         low, high = self._range(chance)

@@ -114,15 +114,15 @@ class Evaluator:
         """The state of `timing.draw`."""
         return self.as_column(np.array([1 + seed % (MODULUS - 1)], dtype=np.int64))
 
-    def flat_with(self, full: Flags) -> FlatProblem:
+    def copy_flat(self, full: Flags) -> FlatProblem:
         """The problem with these full backwards, its arrays a copy."""
         flat = set_full_backwards(self.flat, full)
         return flat._replace(**{name: self.as_column(column) for name, column in flat._asdict().items() if isinstance(column, np.ndarray)})
 
-    def _known_flat(self, full: Flags) -> FlatProblem:
+    def _find_flat(self, full: Flags) -> FlatProblem:
         key = full.tobytes()
         if key not in self._known:
-            self._known[key] = self.flat_with(full)
+            self._known[key] = self.copy_flat(full)
         return self._known[key]
 
     def leave_free(self, more: Floats) -> None:
@@ -134,7 +134,7 @@ class Evaluator:
 
     def time(self, nodes: Ints, full: Flags) -> float:
         """The objective of an order, -1 if it deadlocks."""
-        return float(self.loops.time_order(self._known_flat(full), self.as_column(nodes), self.clock))
+        return float(self.loops.time_order(self._find_flat(full), self.as_column(nodes), self.clock))
 
     def find_peaks(self, nodes: Ints, full: Flags) -> Floats:
         """Peak memory of each rank, beyond what it always holds."""
@@ -153,7 +153,7 @@ class Evaluator:
         With patience, a rank may have waited for a node that it then did not run: timed again, the order may take less.
         """
         columns = rule._replace(base=self.as_column(rule.base), most=self.as_column(rule.most), ahead=self.as_column(rule.ahead))
-        return float(self.loops.dispatch(self._known_flat(full), columns, self._room, self.dispatch_state, bound))
+        return float(self.loops.dispatch(self._find_flat(full), columns, self._room, self.dispatch_state, bound))
 
     @property
     def last_order(self) -> Ints:

@@ -148,7 +148,7 @@ def set_full_backwards(flat: FlatProblem, full: Flags) -> FlatProblem:
         full=full.copy(),
         takes=takes,
         keeps=keeps,
-        alone=_alone(flat, stash),
+        alone=_find_peak_alone(flat, stash),
         work=flat.closing + np.bincount(flat.rank, weights=duration, minlength=flat.ranks),
     )
 
@@ -189,7 +189,7 @@ def _links(problem: Problem, ranks: Ints, after: Ints) -> tuple[Floats, Ints, in
     return travel, link, len(keys)
 
 
-def _alone(flat: FlatProblem, stash: Floats) -> Floats:
+def _find_peak_alone(flat: FlatProblem, stash: Floats) -> Floats:
     """Peak memory of one microbatch alone: all its activations on the rank, and the stash of one stage while the others are held."""
     shape = (flat.stages, flat.microbatches)
     activation, kept = flat.activation.reshape(shape).max(axis=1), stash.reshape(shape).max(axis=1)

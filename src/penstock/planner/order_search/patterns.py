@@ -209,7 +209,7 @@ class Pattern:
 
     def __init__(self, evaluator: Evaluator, cycle: Ints, lag: Ints, full: Flags, seed: int) -> None:
         self.evaluator = evaluator
-        self.flat = evaluator.flat_with(full)
+        self.flat = evaluator.copy_flat(full)
         self.state = PatternState(
             **{name: evaluator.as_column(cycle.copy()) for name in ("cycle", "best", "kept")},
             **{name: evaluator.as_column(lag.copy()) for name in ("lag", "best_lag", "kept_lag")},

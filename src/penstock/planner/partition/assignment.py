@@ -127,7 +127,7 @@ class OrderScores:
     @cached_property
     def tables(self) -> list[Floats]:
         """By kind, the time of a microbatch on every run of layers, infinite if it does not fit."""
-        held = self._runs.held(False, 1, 0) + self._runs.reserves[False]
+        held = self._runs.sum_held(False, 1, 0) + self._runs.reserves[False]
         tables = []
         for kind in self.kinds:
             times = self._runs.on(self.cluster.devices[kind[0]]).times[False]
@@ -144,7 +144,7 @@ class OrderScores:
     def _hops(self) -> Floats:
         """Time of a mean message from one device to another and of the gradient back."""
         size = float(np.mean([layer.output for layer in self.profile.layers])) / max(len(self.lengths), 1)
-        links = Costs(**self.cluster.link_fields())
+        links = Costs(**self.cluster.link_fields)
         source, target = np.indices((len(self.cluster),) * 2)
         there = links.travel(np.full(source.shape, size), source, target)
         return there + there.T

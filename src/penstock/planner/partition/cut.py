@@ -140,7 +140,7 @@ def _stage_tables(cutting: Cutting) -> Iterator[tuple[Floats, Floats]]:
         if key not in known:
             excess = np.zeros_like(times)
             for moment in moments:
-                held = cutting.runs.held(recompute, *moment.activations, *moment.stashes) + cutting.runs.reserves[recompute]
+                held = cutting.runs.sum_held(recompute, *moment.activations, *moment.stashes) + cutting.runs.reserves[recompute]
                 excess = np.maximum(excess, memory_over(held + moment.other, limit))
             known[key] = excess, np.where(excess > 0, np.inf, times)
         yield known[key]
@@ -403,7 +403,7 @@ class _Nested:
         fits = np.ones(reserve.shape, dtype=np.bool_)
         for moment in cutting.moments_of(rank):
             counts = dict(zip(stages, zip(moment.activations, moment.stashes, strict=True), strict=True))
-            held = {stage: np.diagonal(runs.held(cutting.recompute[stage], *counts[stage]), n) for stage, n in lengths.items()}
+            held = {stage: np.diagonal(runs.sum_held(cutting.recompute[stage], *counts[stage]), n) for stage, n in lengths.items()}
             first, second = held.values()
             fits &= memory_over(first[:, None] + second[None, :] + reserve + moment.other, limit) <= 0
         return fits

@@ -86,7 +86,7 @@ class LayerRuns:
         """Memory of the weight stash of one microbatch."""
         return np.asarray(sum(part._stashes for part in self._slices)) if self.lengths else self._sum("weight_stash")
 
-    def held(self, recompute: bool, activations: float, stashes: float) -> Floats:
+    def sum_held(self, recompute: bool, activations: float, stashes: float) -> Floats:
         """Memory with that many activations and stashes, parameters included; a recomputed run keeps only its input."""
         key = recompute, activations, stashes
         if key not in self._held:
@@ -193,7 +193,7 @@ class Cutting:
                 reserve = np.zeros(len(cuts))
                 for stage, activations, stashes in zip(stages, moment.activations, moment.stashes, strict=True):
                     run = cuts[:, stage], cuts[:, stage + 1]
-                    held += self.runs.held(self.recompute[stage], activations, stashes)[run]
+                    held += self.runs.sum_held(self.recompute[stage], activations, stashes)[run]
                     reserve = np.maximum(reserve, self.runs.reserves[self.recompute[stage]][run])
                 totals[:, rank] = np.maximum(totals[:, rank], memory_over(held + reserve, limit))
         return totals

@@ -60,7 +60,7 @@ def minimise(table: Floats, slices: int, ranks: int) -> tuple[int, ...]:
         if least + (ranks - 1) * most >= best * (1 - _ROUNDING):
             break
         total, cuts = _minimise(np.where(table <= most, table, np.inf), slices, np.add)
-        value = total + (ranks - 1) * _longest(table, cuts)
+        value = total + (ranks - 1) * _find_longest(table, cuts)
         if value < best:
             best, best_cuts = value, cuts
     return best_cuts
@@ -82,7 +82,7 @@ def _minimise(table: Floats, slices: int, combine: np.ufunc) -> tuple[float, tup
     return float(total[-1]), tuple(cuts[::-1])
 
 
-def _longest(table: Floats, cuts: Sequence[int]) -> float:
+def _find_longest(table: Floats, cuts: Sequence[int]) -> float:
     return max(float(table[first, last]) for first, last in pairwise(cuts))
 
 

@@ -33,7 +33,7 @@ def reserves(
     if lengths:
         most = _tabulate_reserves(profile, sizes, recompute, lengths).max(axis=1)
         return [float(max(most[stage] for stage in placement.stages_of(rank))) for rank in range(placement.ranks)]
-    kept = _kept(profile, sizes)
+    kept = _sum_kept(profile, sizes)
     beyond = [
         max(layer.workspace for layer in run) + (max(sum(layer.activation for layer in run) - kept_input, 0.0) if again else 0.0)
         for run, kept_input, again in zip(split_layers(profile, sizes), kept, recompute, strict=True)
@@ -78,10 +78,10 @@ def sliced_stage_costs(  # noqa: PLR0917
 
 def _sum_slices(profile: Profile, sizes: Sequence[int], lengths: Sequence[int], name: str) -> Floats:
     """A field of every stage (row) on every slice (column)."""
-    return np.asarray(np.add.reduceat(profile.tabulate_slices(name, lengths), _first_layers(sizes)))
+    return np.asarray(np.add.reduceat(profile.tabulate_slices(name, lengths), _find_first_layers(sizes)))
 
 
-def _first_layers(sizes: Sequence[int]) -> list[int]:
+def _find_first_layers(sizes: Sequence[int]) -> list[int]:
     return [0, *accumulate(sizes[:-1])]
 
 
@@ -95,7 +95,7 @@ def _tabulate_kept(profile: Profile, sizes: Sequence[int], lengths: Sequence[int
 
 def _tabulate_reserves(profile: Profile, sizes: Sequence[int], recompute: Sequence[bool], lengths: Sequence[int]) -> Floats:
     """The memory that each stage needs beyond what it holds while it runs each slice."""
-    workspace = np.maximum.reduceat(profile.tabulate_slices("workspace", lengths), _first_layers(sizes))
+    workspace = np.maximum.reduceat(profile.tabulate_slices("workspace", lengths), _find_first_layers(sizes))
     again = np.maximum(_sum_slices(profile, sizes, lengths, "activation") - _tabulate_kept(profile, sizes, lengths), 0.0)
     return np.asarray(workspace + np.where(np.array(recompute)[:, None], again, 0.0))
 
@@ -111,29 +111,29 @@ def stage_costs(
     """
     profiles = _list_profiles(profile, placement, cluster)
     runs = {id(one): split_layers(one, sizes) for one in profiles}
-    cut, kept = [runs[id(one)][stage] for stage, one in enumerate(profiles)], _kept(profile, sizes)
+    cut, kept = [runs[id(one)][stage] for stage, one in enumerate(profiles)], _sum_kept(profile, sizes)
     by_profile = {"latency": profile.latency, "bandwidth": profile.bandwidth, "contention": profile.contention}
-    links = Costs(**by_profile if cluster is None else cluster.link_fields())
+    links = Costs(**by_profile if cluster is None else cluster.link_fields)
 
-    def summed(name: str) -> tuple[float, ...]:
+    def sum_layers(name: str) -> tuple[float, ...]:
         return tuple(sum(getattr(layer, name) for layer in run) for run in cut)
 
-    f, i, held = summed("f"), summed("i"), summed("activation")
+    f, i, held = sum_layers("f"), sum_layers("i"), sum_layers("activation")
     kept_output = [*(run[-1].output * profile.keeps_output for run in cut[:-1]), 0.0]
     return replace(
         links,
         f=f,
         i=tuple(back + again * ahead for back, ahead, again in zip(i, f, recompute, strict=True)),
-        w=summed("w"),
+        w=sum_layers("w"),
         activation=tuple(
             (kept_input if again else whole) + output
             for whole, kept_input, again, output in zip(held, kept, recompute, kept_output, strict=True)
         ),
-        weight_stash=summed("weight_stash"),
+        weight_stash=sum_layers("weight_stash"),
         output=tuple(run[-1].output for run in cut),
         parameters=_add_reserves(profile, sizes, placement, reserves(profile, sizes, placement, recompute)),
-        reduce=_reduction(links, placement, summed("gradients"), summed("reduction")),
-        optimizer=summed("update") if any(summed("update")) else 0.0,
+        reduce=_reduction(links, placement, sum_layers("gradients"), sum_layers("reduction")),
+        optimizer=sum_layers("update") if any(sum_layers("update")) else 0.0,
         overlap=profile.overlap,
         host_latency=profile.host_latency,
         host_bandwidth=profile.host_bandwidth,
@@ -158,7 +158,7 @@ def _add_reserves(profile: Profile, sizes: Sequence[int], placement: Placement, 
     return tuple(static)
 
 
-def _kept(profile: Profile, sizes: Sequence[int]) -> list[float]:
+def _sum_kept(profile: Profile, sizes: Sequence[int]) -> list[float]:
     """What each stage holds per microbatch if it is recomputed: its input, and what its layers keep in any case."""
     cut = split_layers(profile, sizes)
     inputs = [profile.input, *(run[-1].output for run in cut[:-1])]

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import CostsError, FileFormatError, nearest
+from penstock.errors import CostsError, FileFormatError
 from penstock.ir.cluster import Device, Speeds
 from penstock.ir.costs import Costs
-from penstock.ir.formats.reading import read_settings, suffix_of
+from penstock.ir.formats.reading import check_record, read_settings, suffix_of
 from penstock.ir.formats.toml_form import toml_value
 from penstock.ir.rows import Floats
 from penstock.planner.profile.slices import TERMS, SliceCost, SliceCosts, list_prefixes
-from penstock.text.units import parse_size
+from penstock.text.units import check_count, parse_size
 
 TIMES = ("f", "i", "w")
 ONCE = ("reduction", "update")
@@ -109,7 +109,7 @@ class Layer:
 
     @classmethod
     def from_json(cls, data: Any) -> Layer:
-        return cls(**_check_fields(data, "a layer", [field.name for field in fields(cls)], needed=TIMES))
+        return cls(**check_record(data, cls, "a layer", error=CostsError))
 
 
 @dataclass(frozen=True)
@@ -170,9 +170,9 @@ class Profile:
                 object.__setattr__(self, name, _size(name, getattr(self, name)))
                 if not getattr(self, name):
                     raise CostsError(f"{name} must be more than 0, or left out for unlimited")
-        _check_count("microbatch", self.microbatch)
+        check_count("microbatch", self.microbatch)
         if self.tokens is not None:
-            _check_count("tokens", self.tokens)
+            check_count("tokens", self.tokens)
         texts, flags = ("time_unit", "size_unit", "source"), ("keeps_output", "estimated")
         for name, kind, words in [*((name, str, "text") for name in texts), *((name, bool, "true or false") for name in flags)]:
             if not isinstance(getattr(self, name), kind):
@@ -269,7 +269,7 @@ class Profile:
 
     def at(self, microbatch: int) -> Profile:
         """The profile at another microbatch size: as measured, or scaled from the nearest measured size."""
-        _check_count("microbatch", microbatch)
+        check_count("microbatch", microbatch)
         measured = [replace(self, variants=()), *self.variants]
         nearest = min(measured, key=lambda profile: max(profile.microbatch / microbatch, microbatch / profile.microbatch))
         factor = microbatch / nearest.microbatch
@@ -336,14 +336,14 @@ class Profile:
     @classmethod
     def from_json(cls, data: Any) -> Profile:
         """The reverse of `to_json`; a layer may have a `count`, for that many equal layers in a row."""
-        values = dict(_check_fields(data, "a profile", [field.name for field in fields(cls)], needed=("layers",)))
+        values = dict(check_record(data, cls, "a profile", error=CostsError))
         values["layers"] = list(_layers_from_json(values["layers"]))
         variants = values.pop("variants", [])
         if not isinstance(variants, list):
             raise CostsError(f"variants must be a list, got {variants!r}")
         variants = list(variants)
         for place, variant in enumerate(variants):
-            own = _check_fields(variant, "a variant", _OF_VARIANTS, needed=("layers",))
+            own = check_record(variant, cls, "a variant", error=CostsError, omit={field.name for field in fields(cls)} - set(_OF_VARIANTS))
             variants[place] = cls(**{**own, "layers": list(_layers_from_json(own["layers"]))})
         return cls(**values, variants=variants)
 
@@ -376,29 +376,11 @@ def _layers_from_json(data: Any) -> Iterable[Layer]:
         values = dict(entry) if isinstance(entry, dict) else entry
         count = values.pop("count", 1) if isinstance(values, dict) else 1
         try:
-            _check_count("count", count)
+            check_count("count", count)
             layer = Layer.from_json(values)
         except CostsError as error:
             raise CostsError(f"layer {place}: {error}") from None
         yield from [layer] * count
-
-
-def _check_fields(data: Any, what: str, names: Sequence[str], needed: Sequence[str]) -> dict[str, Any]:
-    """Refuse unknown fields and missing ones."""
-    if not isinstance(data, dict):
-        raise CostsError(f"{what} is a table of names and values, got {type(data).__name__}")
-    for name in data:
-        if name not in names:
-            raise CostsError(f"{what} has no field {name!r}: {nearest(name, names)}")
-    for name in needed:
-        if name not in data:
-            raise CostsError(f"{what} needs {name!r}")
-    return data
-
-
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CostsError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 def _size(name: str, value: Any, text: bool = True) -> float:

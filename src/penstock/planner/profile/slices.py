@@ -15,13 +15,14 @@ slices, by the fixed part alone, and not on their lengths.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, combinations
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.errors import CostsError, nearest
+from penstock.errors import CostsError
+from penstock.ir.formats.reading import check_record
 from penstock.ir.rows import Floats
 from penstock.text.units import parse_size
 
@@ -87,7 +88,7 @@ class SliceCosts:
             value = getattr(self, name)
             if isinstance(value, SliceCost):
                 continue
-            _check_names(value, f"{name} of a slice", TERMS)
+            check_record(value, SliceCost, f"{name} of a slice", error=CostsError)
             try:
                 object.__setattr__(self, name, SliceCost(**value))
             except CostsError as error:
@@ -111,19 +112,7 @@ class SliceCosts:
 
     @classmethod
     def from_json(cls, data: Any) -> SliceCosts:
-        _check_names(data, "slices of a layer", [field.name for field in fields(cls)])
-        missing = [name for name in _TIMES if name not in data]
-        if missing:
-            raise CostsError(f"slices of a layer need {missing[0]!r}, the time of a slice")
-        return cls(**data)
-
-
-def _check_names(data: Any, what: str, names: Sequence[str]) -> None:
-    if not isinstance(data, dict):
-        raise CostsError(f"{what}: a table of {', '.join(names)} is needed, got {data!r}")
-    for name in data:
-        if name not in names:
-            raise CostsError(f"{what}: there is no {name!r}: {nearest(name, names)}")
+        return cls(**check_record(data, cls, "slices of a layer", error=CostsError))
 
 
 def list_prefixes(lengths: Sequence[int]) -> list[int]:

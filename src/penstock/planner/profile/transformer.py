@@ -27,13 +27,14 @@ attention and flash: other attention looks ahead, or holds scores that grow with
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.errors import CostsError, nearest
+from penstock.errors import CostsError
+from penstock.ir.formats.reading import check_record
 from penstock.planner.profile.profile import Layer, Profile
 from penstock.planner.profile.slices import SliceCost, SliceCosts
-from penstock.text.units import parse_size
+from penstock.text.units import check_count, parse_size
 
 _BANDWIDTHS = ("bandwidth", "expert_bandwidth", "data_bandwidth", "memory_bandwidth")
 _SIZES = ("flops", "latency", "overhead", "bytes", "gradient_bytes", "optimizer_bytes", *_BANDWIDTHS)
@@ -115,8 +116,8 @@ class Transformer:
         object.__setattr__(self, "microbatch", tuple(sizes))
         least = [(name, getattr(self, name), 1) for name in _COUNTS] + [(name, getattr(self, name), 0) for name in _OR_NONE]
         for name, value, low in [*least, *(("microbatch", size, 1) for size in sizes)]:
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
-                raise CostsError(f"{name} must be a whole number of at least {low}, got {value!r}")
+            if value is not None:
+                check_count(name, value, low)
         for name in _SIZES:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, parse_size(getattr(self, name), name))
@@ -143,14 +144,7 @@ class Transformer:
     @classmethod
     def from_fields(cls, values: Mapping[str, Any]) -> Transformer:
         """Build from field values by name; an unknown name is refused with the nearest known ones."""
-        known = {field.name: field for field in fields(cls)}
-        for name in values:
-            if name not in known:
-                raise CostsError(f"a transformer has no field {name!r}: {nearest(name, known)}")
-        missing = [name for name, field in known.items() if field.default is MISSING and name not in values]
-        if missing:
-            raise CostsError(f"a transformer needs {', '.join(missing)}")
-        return cls(**values)
+        return cls(**check_record(dict(values), cls, "a transformer", error=CostsError))
 
     @property
     def _can_be_sliced(self) -> bool:
@@ -208,7 +202,7 @@ class Transformer:
             return maps + norms + self._matrices * self.hidden * self._ffn
         return maps + norms + self.hidden * self.experts + (self.experts + self.shared_experts) * self._expert
 
-    def _kept_parameters(self, place: int) -> int:
+    def _count_kept_parameters(self, place: int) -> int:
         """Parameters of a block that one device keeps."""
         elsewhere = self.experts - self.experts // self.expert_parallel if self._has_experts(place) else 0
         return self._block_parameters(place) - elsewhere * self._expert
@@ -236,7 +230,7 @@ class Transformer:
         return replace(links, time_unit="s", size_unit="B", source=source, estimated=True, tokens=tokens)
 
     def _profile_at(self, size: int) -> Profile:
-        layers = [self._embedding(size), *(self._block(size, place) for place in range(self.layers)), self._last(size)]
+        layers = [self._embedding(size), *(self._block(size, place) for place in range(self.layers)), self._build_last(size)]
         return Profile(layers, microbatch=size, input=8.0 * size * self.sequence)
 
     def _layer(self, operations: tuple[float, float, float], parameters: int, name: str, **held: float) -> Layer:
@@ -277,7 +271,7 @@ class Transformer:
     def _block(self, size: int, place: int) -> Layer:
         tokens, hidden, width = size * self.sequence, self.hidden, self._head * self.heads
         maps = self._attention_maps()
-        passed = self._passed_widths(place)
+        passed = self._list_passed_widths(place)
         linear = 2 * tokens * (sum(rows * columns for rows, columns in maps) + self._matrices * hidden * sum(passed))
         if self._has_experts(place):
             linear += 2 * tokens * hidden * self.experts
@@ -292,7 +286,7 @@ class Transformer:
         stashed = sum(inputs.values()) + width + outputs + 2 * len(passed) * hidden + (3 if self.gated else 2) * sum(passed)
         memory = {"activation": held, "weight_stash": self.bytes * tokens * stashed, "output": self.bytes * tokens * hidden}
         operations = linear + attention, linear + (2.5 if self.flash else 2.0) * attention, linear
-        layer = self._layer(operations, self._kept_parameters(place), f"block {place}", **memory)
+        layer = self._layer(operations, self._count_kept_parameters(place), f"block {place}", **memory)
         exchanged = self._exchange(tokens) if self._has_experts(place) else 0.0
         slices = layer.slices and self._add_attention(layer.slices, size, attention, exchanged)
         return replace(layer, f=layer.f + exchanged, i=layer.i + exchanged, slices=slices)
@@ -313,7 +307,7 @@ class Transformer:
         activation = slices.activation + SliceCost(token=keys)
         return replace(slices, f=move(slices.f, 1.0), i=move(slices.i, 2.5), activation=activation, keys=2 * keys)
 
-    def _passed_widths(self, place: int) -> list[int]:
+    def _list_passed_widths(self, place: int) -> list[int]:
         """Widths of the feed-forward parts that one token passes in a block."""
         if not self._has_experts(place):
             return [self._ffn]
@@ -341,7 +335,7 @@ class Transformer:
         away = (self.expert_parallel - 1) / self.expert_parallel
         return 2 * away * tokens * self.experts_per_token * self.hidden * self.bytes / self.expert_bandwidth
 
-    def _last(self, size: int) -> Layer:
+    def _build_last(self, size: int) -> Layer:
         tokens = size * self.sequence
         product = 2 * tokens * self.hidden * self.vocabulary
         logits = self.bytes * tokens * self.vocabulary

@@ -39,7 +39,7 @@ class Loss:
 
     def check_own_reduction(self) -> None:
         """Refuse a loss function whose own `reduction` differs from `loss_reduction`."""
-        own = _setting(self.fn, "reduction", self.reduction)
+        own = _get_setting(self.fn, "reduction", self.reduction)
         if own != self.reduction:
             raise ScheduleError(
                 f"the loss function has reduction={own!r}, but loss_reduction is {self.reduction!r}: the gradients would be scaled "
@@ -48,7 +48,7 @@ class Loss:
 
     def find_outside_parameter(self, stage: nn.Module) -> str | None:
         """Return the name of a trainable parameter of the loss function that is not in this stage, if there is one."""
-        fn = _plain(self.fn)
+        fn = _unwrap(self.fn)
         known = {id(parameter) for parameter in stage.parameters()}
         named = fn.named_parameters() if isinstance(fn, nn.Module) else ()
         return next((name for name, parameter in named if parameter.requires_grad and id(parameter) not in known), None)
@@ -93,13 +93,13 @@ class Loss:
         """Return how many targets the function averages over, weighted by its class weights; None if that is not known."""
         if self.counts is not None:
             return self.counts(target)
-        fn = _plain(self.fn)
+        fn = _unwrap(self.fn)
         if not (fn in _IGNORING or isinstance(fn, (nn.CrossEntropyLoss, nn.NLLLoss))):
             return None
         if not isinstance(target, Tensor) or target.is_floating_point():  # probabilities of classes: all count the same
             return None
-        counts = target != _setting(self.fn, "ignore_index", -100)
-        classes = _setting(self.fn, "weight", None)
+        counts = target != _get_setting(self.fn, "ignore_index", -100)
+        classes = _get_setting(self.fn, "weight", None)
         return counts.sum() if classes is None else torch.where(counts, classes[target.where(counts, 0)], 0).sum()
 
     def warn_about_ignore_index(self, targets: Sequence[Any]) -> None:
@@ -108,7 +108,7 @@ class Loss:
         Looking at targets on a device makes the host wait for all the work that the device was given, so it is done for batches 1, 2, 4, 8
         and so on: if targets are ignored at all, they mostly are in many batches.
         """
-        ignored = _setting(self.fn, "ignore_index", -100 if _plain(self.fn) in _IGNORING else None)
+        ignored = _get_setting(self.fn, "ignore_index", -100 if _unwrap(self.fn) in _IGNORING else None)
         if self._warned or self.reduction != "mean" or not isinstance(ignored, int):
             return
         leaves = [leaf for leaf in pytree.tree_leaves(list(targets)) if isinstance(leaf, Tensor) and not leaf.is_floating_point()]
@@ -149,11 +149,11 @@ def read_numbers(values: Sequence[Any]) -> list[float]:
 _IGNORING = (functional.cross_entropy, functional.nll_loss)
 
 
-def _plain(fn: Any) -> Any:
+def _unwrap(fn: Any) -> Any:
     return fn.func if isinstance(fn, functools.partial) else fn
 
 
-def _setting(fn: Any, name: str, default: Any) -> Any:
+def _get_setting(fn: Any, name: str, default: Any) -> Any:
     """Return an option of the loss function: an attribute of a module, or a keyword bound by `partial`."""
     bound = fn.keywords if isinstance(fn, functools.partial) else {}
     return bound.get(name, getattr(fn, name, default))

@@ -34,7 +34,7 @@ class StepResult:
 
         Summed in the order of microbatches and stages, so that every rank gets the same.
         """
-        side = _in_order({(m, s): v for share in self._shares for (s, m), v in share.side.items()})
+        side = _sort_values({(m, s): v for share in self._shares for (s, m), v in share.side.items()})
         total: Tensor | None = None
         for value in (*(loss * scale for loss, scale in self._weighted if scale), *side):
             total = value if total is None else total + value
@@ -52,7 +52,7 @@ class StepResult:
 
     @cached_property
     def _weighted(self) -> list[tuple[Tensor, float]]:
-        return _in_order({k: v for share in self._shares for k, v in share.losses.items()})
+        return _sort_values({k: v for share in self._shares for k, v in share.losses.items()})
 
     @cached_property
     def metrics(self) -> dict[str, list[Tensor]]:
@@ -61,12 +61,12 @@ class StepResult:
         for share in self._shares:
             for name, values in share.metrics.items():
                 by_name.setdefault(name, {}).update({(m, s): v for (s, m), v in values.items()})
-        return {name: _in_order(by_name[name]) for name in sorted(by_name)}
+        return {name: _sort_values(by_name[name]) for name in sorted(by_name)}
 
     @cached_property
     def outputs(self) -> Any:
         """The last stage's outputs, joined along the batch dimension if they can be; None unless the step was given `outputs=True`."""
-        outputs = _in_order({k: v for share in self._shares for k, v in share.outputs.items()})
+        outputs = _sort_values({k: v for share in self._shares for k, v in share.outputs.items()})
         return self._merge(outputs) if outputs else None
 
     def __repr__(self) -> str:
@@ -179,7 +179,7 @@ def _stack(tensors: Sequence[Tensor]) -> _Stacks:
 
 def _unstack(stacks: _Stacks) -> list[Tensor]:
     by_place = {place: tensor for places, stack in stacks for place, tensor in zip(places, stack.unbind(), strict=True)}
-    return _in_order(by_place)
+    return _sort_values(by_place)
 
 
 def _describe_sizes(sizes: tuple[tuple[int, int], ...]) -> str:
@@ -221,7 +221,7 @@ def check_same_step(shares: list[ResultShare], called: Callable[[int], str]) -> 
     return shares
 
 
-def _in_order(values: dict[Any, Any]) -> list[Any]:
+def _sort_values(values: dict[Any, Any]) -> list[Any]:
     return [values[key] for key in sorted(values)]
 
 

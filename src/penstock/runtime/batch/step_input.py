@@ -137,7 +137,7 @@ class StepInput:
                     f"stage {stage} changes in place a tensor of the batch that {reason}: clone it in stage {stage} before changing it"
                 )
 
-    def guarded(self, microbatch: int) -> dict[int, str]:
+    def list_guarded(self, microbatch: int) -> dict[int, str]:
         """Return why inputs must not be changed in place, by the address of their memory."""
         guards = self.guards[microbatch]
         return {tensor.untyped_storage().data_ptr(): f"a tensor of the batch that {reason}" for tensor, _, reason in guards}

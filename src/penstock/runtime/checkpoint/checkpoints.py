@@ -35,6 +35,7 @@ from penstock.runtime.checkpoint.training_state import (
 from penstock.runtime.transport.current_group import get_group
 from penstock.runtime.transport.failures import PickledError
 from penstock.runtime.transport.group import Group
+from penstock.text.units import check_count
 
 if TYPE_CHECKING:
     from penstock.runtime.checkpoint.storage import CheckpointWriter
@@ -71,8 +72,8 @@ class Checkpoints:
         trusted: bool = False,
         deadline: float = 600.0,
     ) -> None:
-        if keep is not None and (not _is_count(keep) or keep < 1):
-            raise CheckpointError(f"keep={keep!r}: keep at least one checkpoint, or None for all")
+        if keep is not None:
+            check_count("keep (None for all)", keep, error=CheckpointError)
         self.folder, self.keep, self.verify, self.trusted = Path(folder).absolute(), keep, verify, trusted
         existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
         if not existing.is_dir():
@@ -171,8 +172,7 @@ class Checkpoints:
 
     def _begin(self, model: ModelState, step: int) -> tuple[Draft | None, ParameterNames, int]:
         """What the ranks exchange first; the first rank makes the folder."""
-        if not _is_count(step) or step < 0:
-            raise CheckpointError(f"step {step!r}: give the number of steps that were made")
+        check_count("step, the number of steps made,", step, 0, error=CheckpointError)
         return Draft.begin(self.folder, step) if self.rank == 0 else None, model.parameter_names(), step
 
     # Loading ----------------------------------------------------------------------------------------------------------
@@ -261,10 +261,6 @@ class Checkpoints:
             run("read a checkpoint", lambda: reader.fill(tensors))
         run("load a checkpoint", lambda: training.load_tensors(tensors, values, stream))
         return checkpoint
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 T = TypeVar("T")
@@ -368,7 +364,7 @@ class Checkpoint:
     def read(cls, path: Path) -> Checkpoint:
         """Read the manifest of a checkpoint; its other files are not looked at."""
 
-        def unreadable(reason: str) -> CheckpointError:
+        def refuse(reason: str) -> CheckpointError:
             return CheckpointError(f"checkpoint {path} is corrupt: its {MANIFEST} cannot be read ({reason})")
 
         try:
@@ -376,13 +372,13 @@ class Checkpoint:
         except FileNotFoundError:
             raise CheckpointError(f"checkpoint {path} is partial: it has no {MANIFEST}") from None
         except (OSError, FileFormatError) as error:
-            raise unreadable(error.reason if isinstance(error, FileFormatError) else f"{type(error).__name__}: {error}") from error
-        version = check_fields(manifest, {"format": (int,)}, error=unreadable)["format"]
+            raise refuse(error.reason if isinstance(error, FileFormatError) else f"{type(error).__name__}: {error}") from error
+        version = check_fields(manifest, {"format": (int,)}, error=refuse)["format"]
         if version != _FORMAT:
             raise CheckpointError(f"checkpoint {path} has format {version}, and this version reads {_FORMAT}")
-        check_fields(manifest, _FIELDS, error=unreadable)
+        check_fields(manifest, _FIELDS, error=refuse)
         for name, entry in manifest["files"].items():
-            check_fields(entry, _FILE_FIELDS, error=lambda reason, name=name: unreadable(f"of {name}, {reason}"), closed=True)  # type: ignore[misc]
+            check_fields(entry, _FILE_FIELDS, error=lambda reason, name=name: refuse(f"of {name}, {reason}"), closed=True)  # type: ignore[misc]
         if manifest.pop("sha256") != _digest(manifest):
             raise CheckpointError(f"checkpoint {path} is corrupt: its {MANIFEST} has changed since it was written")
         files = {name: FileDigest(**entry) for name, entry in manifest["files"].items()}

@@ -189,7 +189,7 @@ class CheckpointWriter:
                 aliases[key] = list(dict.fromkeys((*aliases.get(key, ()), *others)))
             marker.unlink()
         added = add_keys(layout.metadata, results, lambda key: aliases.get(key, ()))
-        added += add_keys(layout.metadata, results + added, partial(tied_keys, self._ties))
+        added += add_keys(layout.metadata, results + added, partial(list_tied_keys, self._ties))
         layout.writer.finish(layout.metadata, [results + added])
         files[_METADATA] = FileDigest.of(self.draft.path / _METADATA)
         self.draft.seal(self._ranks, self._about, files)
@@ -224,7 +224,7 @@ def add_keys(metadata: Metadata, results: Sequence[WriteResult], others: Callabl
     return added
 
 
-def tied_keys(ties: TiedNames, key: str) -> list[str]:
+def list_tied_keys(ties: TiedNames, key: str) -> list[str]:
     """The keys under the other names of a tied parameter, given one under its first name."""
     for first, *others in ties:
         for start, end in (("model.", ""), ("optimizer.state.", "."), ("optimizer.param_groups.", ".")):

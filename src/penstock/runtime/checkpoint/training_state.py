@@ -83,19 +83,19 @@ class ModelState:
 
     def values(self) -> dict[str, Any]:
         """All parameters, persistent buffers and extra state by name. The tensors are the model's own."""
-        return {original_name(prefix + key): value for prefix, layer in self.layers() for key, value in layer.state_dict().items()}
+        return {strip_wrappers(prefix + key): value for prefix, layer in self.layers() for key, value in layer.state_dict().items()}
 
     def load(self, values: Mapping[str, Any]) -> None:
         """Load values into all layers through their `load_state_dict`, so that hooks run."""
         for prefix, layer in self.layers():
-            layer.load_state_dict({key: values[original_name(prefix + key)] for key in layer.state_dict()})
+            layer.load_state_dict({key: values[strip_wrappers(prefix + key)] for key in layer.state_dict()})
 
-    def first_names(self) -> dict[int, str]:
+    def list_first_names(self) -> dict[int, str]:
         """The first name of each parameter, by object identity."""
         names: dict[int, str] = {}
         for prefix, layer in self.layers():
             for name, parameter in layer.named_parameters(remove_duplicate=False):
-                names.setdefault(id(parameter), original_name(prefix + name))
+                names.setdefault(id(parameter), strip_wrappers(prefix + name))
         return names
 
     def parameter_names(self) -> ParameterNames:
@@ -108,7 +108,7 @@ class ModelState:
         for stage, parameters in named.items():
             for k, (name, parameter) in enumerate(parameters):
                 key = keys.setdefault(id(parameter), self.shared.get(name, (stage, k)))
-                names.setdefault(key, []).append(((stage, k), original_name(name)))
+                names.setdefault(key, []).append(((stage, k), strip_wrappers(name)))
         return names
 
     # Of a pipeline ----------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ Model: TypeAlias = "Pipeline | nn.Module | ModelState"
 """What can be saved and loaded; a plain module is on one process."""
 
 
-def original_name(name: str) -> str:
+def strip_wrappers(name: str) -> str:
     """Remove what wrappers of torch add to a name."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
@@ -172,7 +172,7 @@ def unwrap_collection(value: Any) -> Any:
     return value[0] if isinstance(value, tuple) and len(value) == 1 and isinstance(value[0], (Mapping, list)) else value
 
 
-def named_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[list[str], list[nn.Parameter]]]:
+def name_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[list[str], list[nn.Parameter]]]:
     """The names and the parameters of each group; `names` are by object identity."""
     groups = [list(group["params"]) for group in optimizer.param_groups]
     for parameter in (parameter for group in groups for parameter in group):
@@ -190,7 +190,7 @@ def optimizer_state(optimizers: Optimizers, names: Mapping[int, str]) -> tuple[d
     options: dict[str, Any] = {}
     for optimizer in list_optimizers(optimizers):
         packed = optimizer.state_dict()
-        for group, (parameters, _) in zip(packed["param_groups"], named_groups(optimizer, names), strict=True):
+        for group, (parameters, _) in zip(packed["param_groups"], name_groups(optimizer, names), strict=True):
             shared = {key: wrap_collection(value) for key, value in group.items() if key not in _NOT_OPTIONS}
             for index, name in zip(group["params"], parameters, strict=True):
                 state |= {f"{STATE}{name}.{key}": wrap_collection(value) for key, value in packed["state"].get(index, {}).items()}
@@ -227,7 +227,7 @@ def keys_by_parameter(keys: Iterable[str], names: Iterable[str], prefix: str) ->
 
 def load_optimizer(optimizer: Optimizer, names: Mapping[int, str], flat: Mapping[str, Any]) -> None:
     """Load the state of an optimizer's parameters from the flattened form."""
-    groups = named_groups(optimizer, names)
+    groups = name_groups(optimizer, names)
     mine = [name for parameters, _ in groups for name in parameters]
     state, options = keys_by_parameter(flat, mine, STATE), keys_by_parameter(flat, mine, OPTIONS)
     packed = optimizer.state_dict()
@@ -246,7 +246,7 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[int, str], flat: Mappin
 
     Kinds differ in their options, in `flat`, and in the keys of what they keep, of which one may have more, as with `amsgrad`.
     """
-    groups = named_groups(optimizer, names)
+    groups = name_groups(optimizer, names)
     for group, (parameters, _) in zip(optimizer.param_groups, groups, strict=True):
         options = _group_options(parameters, keys_by_parameter(flat, parameters, OPTIONS), flat)
         missing, unknown = optimizer.defaults.keys() - options - _SWITCHES, options.keys() - group - _SWITCHES - _SCHEDULED
@@ -271,8 +271,8 @@ def _group_options(parameters: Sequence[str], keys: Mapping[str, Mapping[str, st
     options: dict[str, Any] = {}
     for name in parameters:
         theirs = {key: unwrap_collection(flat[full]) for key, full in keys[name].items()}
-        if name != parameters[0] and not _equal(theirs, options):
-            key = next(key for key in {*theirs, *options} if not _equal(theirs.get(key), options.get(key)))
+        if name != parameters[0] and not _are_equal(theirs, options):
+            key = next(key for key in {*theirs, *options} if not _are_equal(theirs.get(key), options.get(key)))
             raise CheckpointError(
                 f"{parameters[0]} and {name} are in one group of the optimizer, but were saved with {key} = {options.get(key)!r} "
                 f"and {theirs.get(key)!r}: give the optimizer the groups that it had"
@@ -281,9 +281,9 @@ def _group_options(parameters: Sequence[str], keys: Mapping[str, Mapping[str, st
     return options
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _are_equal(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and bool(torch.equal(one, other))
     return bool(one == other)
@@ -326,7 +326,7 @@ class TrainingState:
     data: Stateful | None = None
     extra: Mapping[str, Stateful] = field(default_factory=dict)
 
-    def others(self) -> dict[str, Stateful]:
+    def list_others(self) -> dict[str, Stateful]:
         """Everything but the model and the optimizers, by the key that it is saved under."""
         schedulers = [] if self.scheduler is None else self.scheduler if isinstance(self.scheduler, Sequence) else [self.scheduler]
         others = {f"scheduler.{k}": scheduler for k, scheduler in enumerate(schedulers)}
@@ -342,12 +342,12 @@ class TrainingState:
         missing = next((name for name, value in values.items() if isinstance(value, Tensor) and value.is_meta), None)
         if missing is not None:
             raise CheckpointError(f"{missing} is on the meta device and has no values to save")
-        names = {ident: first.get(name, name) for ident, name in self.model.first_names().items()}
+        names = {ident: first.get(name, name) for ident, name in self.model.list_first_names().items()}
         optimizer, aliases = optimizer_state(self.optimizer, names)
         state: dict[str, Any] = {"model": values, "optimizer": optimizer}
         state[f"random.{rank}"] = (capture_random_state(),)
         if rank == 0:
-            state |= {key: (stateful.state_dict(),) for key, stateful in self.others().items()}
+            state |= {key: (stateful.state_dict(),) for key, stateful in self.list_others().items()}
             state["training"] = ({"step": step, **self.model.stream_position()},)
         return state, {f"optimizer.{key}": [f"optimizer.{other}" for other in others] for key, others in aliases.items()}
 
@@ -355,19 +355,19 @@ class TrainingState:
 
     def allocate(self, reader: CheckpointReader, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """The destinations to read into, by key: tensors, of which the model's are its own; and values that can be rejected first."""
-        first_names = self.model.first_names()
-        groups = [group for optimizer in list_optimizers(self.optimizer) for group in named_groups(optimizer, first_names)]
+        first_names = self.model.list_first_names()
+        groups = [group for optimizer in list_optimizers(self.optimizer) for group in name_groups(optimizer, first_names)]
         state = reader.allocate_optimizer({name: parameter for group in groups for name, parameter in zip(*group, strict=True)})
         options = {key: state.pop(key) for key in list(state) if key.startswith(f"optimizer.{OPTIONS}")}
         tensors: dict[str, Any] = {f"model.{name}": value for name, value in self.model.values().items()}
-        return tensors | state, options | dict.fromkeys((*self.others(), "training", f"random.{rank}"))
+        return tensors | state, options | dict.fromkeys((*self.list_others(), "training", f"random.{rank}"))
 
     def load_others(self, values: Mapping[str, Any], tensor_keys: Iterable[str]) -> None:
         """Load everything but the model and the optimizers; optimizers are only compared with the saved options and keys."""
-        names = self.model.first_names()
+        names = self.model.list_first_names()
         for optimizer in list_optimizers(self.optimizer):
             check_optimizer(optimizer, names, _optimizer_entries(values), _optimizer_entries(dict.fromkeys(tensor_keys)))
-        for key, stateful in self.others().items():
+        for key, stateful in self.list_others().items():
             _check_groups(stateful, values[key][0])
             stateful.load_state_dict(values[key][0])
 
@@ -376,14 +376,14 @@ class TrainingState:
         entries = {key.removeprefix("model."): unwrap_collection(value) for key, value in tensors.items() if key.startswith("model.")}
         self.model.load(entries)
         for optimizer in list_optimizers(self.optimizer):
-            load_optimizer(optimizer, self.model.first_names(), _optimizer_entries(tensors) | _optimizer_entries(values))
+            load_optimizer(optimizer, self.model.list_first_names(), _optimizer_entries(tensors) | _optimizer_entries(values))
         self.model.set_stream_position(values["training"][0])
         set_random_state(values[f"random.{rank}"][0])
 
     @contextmanager
     def restore_others_on_error(self) -> Iterator[None]:
         """Restore everything but the model and the optimizers if something fails inside."""
-        others = self.others()
+        others = self.list_others()
         before = {key: copy.deepcopy(stateful.state_dict()) for key, stateful in others.items()}
         try:
             yield

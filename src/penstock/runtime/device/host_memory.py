@@ -40,7 +40,7 @@ class _Slot:
             self.changed = read_version(self.tensor) != self.version
         self.tensor = None
 
-    def come_back(self, memory: Tensor) -> None:
+    def put_back(self, memory: Tensor) -> None:
         self.tensor = view_memory(memory, self)
         self.version = read_version(self.tensor)
 
@@ -68,7 +68,7 @@ class _Swapped(_Slot):
         self.tensor = None
         self.owner.data = self.owner.detach().new_empty(1).expand(self.shape) if self.shape else self.owner.detach().new_empty(())
 
-    def come_back(self, memory: Tensor) -> None:
+    def put_back(self, memory: Tensor) -> None:
         self.owner.data = view_memory(memory, self)
 
 
@@ -127,7 +127,7 @@ class _CopyStream:
         self._stream: Any = None
 
     @contextmanager
-    def behind(self, device: torch.device, events: Iterable[Any] = ()) -> Iterator[Callable[[], Any]]:
+    def copy_behind(self, device: torch.device, events: Iterable[Any] = ()) -> Iterator[Callable[[], Any]]:
         """Copy behind all work of this thread's stream so far and behind these events; yields what records the end of the copies."""
         if device.type != "cuda":
             yield lambda: None
@@ -145,7 +145,7 @@ class _CopyStream:
 class SavedTensors:
     """What autograd saves of one forward, and the tensors of the runtime that belong to it.
 
-    A step calls, in this order: `saving` around the forward, `offload`, `release`, `reload`, and `arrive` before the backward.
+    A step calls, in this order: `save_tensors` around the forward, `offload`, `release`, `reload`, and `arrive` before the backward.
     """
 
     def __init__(self, memory: HostMemory) -> None:
@@ -156,7 +156,7 @@ class SavedTensors:
         self._left: Any = None
         self._returned: Any = None
 
-    def saving(self, kept: Collection[int]) -> torch.autograd.graph.saved_tensors_hooks:
+    def save_tensors(self, kept: Collection[int]) -> torch.autograd.graph.saved_tensors_hooks:
         """A context for the forward; `kept` are the addresses of memory that stays where it is: of parameters, buffers and the batch."""
         self._slots, self._moved, self._kept = [], [], kept
         self._left = self._returned = None
@@ -184,7 +184,7 @@ class SavedTensors:
         if not self._moved:
             return
         taken = [self._memory.take(_size(moved), moved.device.type == "cuda") for moved in self._moved]
-        with torch.no_grad(), self._memory.out.behind(self._moved[0].device, [event for _, event in taken]) as record:
+        with torch.no_grad(), self._memory.out.copy_behind(self._moved[0].device, [event for _, event in taken]) as record:
             for moved, (buffer, _) in zip(self._moved, taken, strict=True):
                 buffer.copy_(moved.original, non_blocking=True)  # type: ignore[arg-type]
                 moved.host = buffer
@@ -207,14 +207,14 @@ class SavedTensors:
         if not self._moved:
             return
         memory = [torch.empty(_size(moved), dtype=torch.uint8, device=moved.device) for moved in self._moved]
-        with torch.no_grad(), self._memory.back.behind(self._moved[0].device) as record:
+        with torch.no_grad(), self._memory.back.copy_behind(self._moved[0].device) as record:
             for moved, target in zip(self._moved, memory, strict=True):
                 assert moved.host is not None
                 target.copy_(moved.host, non_blocking=True)
             self._returned = record()
         for moved, target in zip(self._moved, memory, strict=True):
             for slot in moved.slots:
-                slot.come_back(target)
+                slot.put_back(target)
             moved.slots = []
 
     def arrive(self) -> None:

@@ -41,7 +41,7 @@ def create_streams(ranks: int, sms: int | None = None) -> list[Any]:
     return [cuda.ExternalStream(stream) for stream in split_multiprocessors(ranks, sms, cuda.current_device())]
 
 
-def current_stream() -> Any:
+def get_current_stream() -> Any:
     """The stream that this thread's work goes to; None without a GPU."""
     return cuda.current_stream() if is_initialized() else None
 
@@ -99,7 +99,7 @@ class StreamPair:
             if quiet is not None:  # one parameter's gradients are added up from both streams, and autograd orders that
                 quiet(False)
 
-    def on(self, number: int, work: Callable[[], None]) -> None:
+    def run_on(self, number: int, work: Callable[[], None]) -> None:
         """Run work on stream 0 or 1."""
         stream = self.streams[number]
         if stream is None:

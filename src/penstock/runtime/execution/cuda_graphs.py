@@ -26,7 +26,7 @@ from penstock.runtime.split_backward.deferrable import run_backward
 from penstock.runtime.split_backward.deferral import Deferral
 from penstock.runtime.torch_internals.modules import own_buffers, own_parameters
 from penstock.runtime.torch_internals.tensors import gradient_hooks, post_accumulate_hooks
-from penstock.runtime.transport.group import nothing
+from penstock.runtime.transport.group import do_nothing
 
 if TYPE_CHECKING:
     from penstock.runtime.execution.operations import Computed, StageOperations
@@ -57,20 +57,20 @@ class Workspace:
 
     def __init__(self, stage: Stage, sample: Tensor, split: bool, sums: GradientSums) -> None:
         self.stage = stage
-        self.deferrable = stage.deferrable() if split else None
+        self.deferrable = stage.find_deferrable() if split else None
         self.input = sample.detach().clone(memory_format=torch.preserve_format).requires_grad_(sample.requires_grad)
         self.deferral: Deferral | None = None
         self.output: Any = None
         self.output_grad: Any = None
         self.input_grad: Tensor | None = None
-        with sums.set_aside(), preserve_random_state(), _kept_buffers(stage):
+        with sums.set_aside(), preserve_random_state(), _keep_buffers(stage):
             warm_up(self._try)
         self.output = self.deferral = None  # nothing of the trial may be used again
         sums.attach()
         graphs = GraphCapture()
         self.forward = graphs.capture(self._forward)
         self.backward = graphs.capture(self._backward)
-        self.weights = graphs.capture(self._weights) if split else nothing
+        self.weights = graphs.capture(self._weights) if split else do_nothing
         if self.output is not None:  # recorded: autograd's graph is no longer needed
             self.output, self.deferral = self.output.detach(), None
 
@@ -149,7 +149,7 @@ class GradientSums:
 
 
 @contextmanager
-def _kept_buffers(stage: Stage) -> Iterator[None]:
+def _keep_buffers(stage: Stage) -> Iterator[None]:
     """Leave a stage's buffers as they were: the trial before the recording must have no effect."""
     buffers = [(part, name, value) for part in stage.module.modules() for name, value in own_buffers(part).items()]
     kept = [(part, name, value, value.clone()) for part, name, value in buffers if value is not None]
@@ -291,7 +291,7 @@ class Graphs:
         output = workspace.output.detach()
         leaf = (output.clone() if feed.outputs else output).requires_grad_()
         # The backward of the loss ends at the output, before the recorded stage's weights.
-        with self._compute.stages[stage].deferrable().observe() as observation:
+        with self._compute.stages[stage].find_deferrable().observe() as observation:
             ends, grads = self._compute.finish(leaf, microbatch)
         if observation.reason is not None:
             raise ScheduleError(

@@ -32,7 +32,7 @@ from penstock.runtime.parallel.data_parallel import DataParallel
 from penstock.runtime.sequence.prefix import Prefixes
 from penstock.runtime.split_backward.deferrable import keep_wrappers
 from penstock.runtime.torch_internals.autograd import is_profiling
-from penstock.runtime.transport.group import Group, Operation, nothing
+from penstock.runtime.transport.group import Group, Operation, do_nothing
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Executor:
     def replace_operations(self, actions: Sequence[Action], operations: Sequence[Operation]) -> None:
         """Run these operations from now on, which may call the program's own; reports name them by `actions`."""
         self.actions, self.operations = tuple(actions), list(operations)
-        self._busy = [(at, operation) for at, operation in enumerate(operations) if operation is not nothing]
+        self._busy = [(at, operation) for at, operation in enumerate(operations) if operation is not do_nothing]
         self.begun, self.ended = [0] * len(self.operations), [0] * len(self.operations)
         """When each action of the last recorded run began, after waiting for its inputs, and ended."""
 
@@ -172,7 +172,7 @@ class Executor:
         """The operation of an action of the program; two streams run a backward where its forward ran."""
         operation, overlap = self._build(action), self.overlap
         if isinstance(overlap, TwoStreams) and action.kind in (Kind.B, Kind.I, Kind.W):
-            return partial(overlap.alone, action, operation)
+            return partial(overlap.run_alone, action, operation)
         return operation
 
     def _build(self, action: Action) -> Operation:
@@ -181,10 +181,10 @@ class Executor:
             return self._build_overlapped(action)
         match action.kind:
             case Kind.F:
-                return self.data.around(Kind.F, stage, compute.forward(stage, microbatch))
+                return self.data.wrap(Kind.F, stage, compute.forward(stage, microbatch))
             case Kind.B | Kind.I | Kind.W:
                 build = compute.weights if action.kind is Kind.W else compute.backward
-                return self.data.around(action.kind, stage, self._leave_autocast(build(stage, microbatch)))
+                return self.data.wrap(action.kind, stage, self._leave_autocast(build(stage, microbatch)))
             case Kind.SEND_F | Kind.SEND_B | Kind.WAIT_SEND_F | Kind.WAIT_SEND_B:
                 return self.links.wait_send(action) if action.kind.is_send_wait else self.links.send(action)
             case Kind.RECV_F | Kind.RECV_B:

@@ -125,12 +125,12 @@ class RankEdges:
 
         return add
 
-    def fellow_readers(self, stage: int) -> list[int]:
+    def list_fellow_readers(self, stage: int) -> list[int]:
         """Other stages that read an input of this one."""
         graph = self.program.graph
         return [other for source in graph.inputs_of(stage) for other in graph.outputs_of(source) if other != stage]
 
-    def borrowed_inputs(self, stage: int, microbatch: int) -> list[bool]:
+    def find_borrowed_inputs(self, stage: int, microbatch: int) -> list[bool]:
         """For each input of a stage, whether it lies in memory of the stage that made it, or of another stage that reads it."""
         return [
             self.group.shares_memory or self._rank_of(other, microbatch) == self.rank or self.shared.is_shared(other, stage, microbatch)
@@ -210,7 +210,7 @@ class RankEdges:
     def receive(self, action: Action) -> Operation:
         """The operation of a RECV_F or RECV_B: it posts the receive. The value is waited for when it is taken, unless the kind blocks."""
         content, other, microbatch = self._edge_of(action)
-        values, register = self.registers.values, self._received_register(action)
+        values, register = self.registers.values, self._number_received(action)
         inbox = self._inbox(self._rank_of(other, microbatch), content)
         post = inbox.expect(register)
         if action.kind not in self.blocking:
@@ -224,10 +224,10 @@ class RankEdges:
 
     def swap_received(self, one: Action, other: Action) -> None:
         """Exchange the values that two receives have received, if any: each was meant for the other microbatch."""
-        values, first, second = self.registers.values, self._received_register(one), self._received_register(other)
+        values, first, second = self.registers.values, self._number_received(one), self._number_received(other)
         values[first], values[second] = values[second], values[first]
 
-    def _received_register(self, action: Action) -> int:
+    def _number_received(self, action: Action) -> int:
         content, other, microbatch = self._edge_of(action)
         return self.registers.number("received", content, other, action.stage, microbatch)
 
@@ -281,7 +281,7 @@ class RankEdges:
 
 def _message_rows(route: Route, sends: Sequence[Action], outbox: Outbox) -> Iterator[tuple[str, ...]]:
     """One row per run of messages of one stage that look the same."""
-    forms = [(sends[number], form) for number, form in outbox.new_forms()]
+    forms = [(sends[number], form) for number, form in outbox.list_new_forms()]
     for (_, form, size), run in groupby(forms, key=lambda pair: (pair[0].stage, str(pair[1]), pair[1].size)):
         actions = [action for action, _ in run]
         last = f" to {actions[-1]}" if len(actions) > 1 else ""
@@ -307,7 +307,7 @@ class SharedMessages:
         found = cls()
         for what, forward in (("activations", True), ("gradients", False)):
             sharers: dict[Message, set[int]] = {}
-            for edge, carrier, microbatch in zip(*(column.tolist() for column in linker.shared(forward)), strict=True):
+            for edge, carrier, microbatch in zip(*(column.tolist() for column in linker.find_shared(forward)), strict=True):
                 (source, reader), named = edges[edge], edges[carrier][1]
                 if rank in (rank_of(source, microbatch), rank_of(reader, microbatch)):
                     found.carriers[what, source, reader, microbatch] = named

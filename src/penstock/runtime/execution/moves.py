@@ -54,7 +54,7 @@ class ActivationMoves:
                 place = self._released_by.setdefault((release.stage, release.unit(slices)), [])
                 place.append(self.saved[offload.stage, offload.unit(slices)])
 
-    def around_forward(self, stage: int, microbatch: int, forward: Callable[..., None]) -> Callable[..., None]:
+    def wrap_forward(self, stage: int, microbatch: int, forward: Callable[..., None]) -> Callable[..., None]:
         """The forward, which first takes over the memory that earlier activations have left, and saves its own so that it can be moved."""
         saved, released = self.saved.get((stage, microbatch)), self._released_by.get((stage, microbatch), [])
         if saved is None and not released:
@@ -66,12 +66,12 @@ class ActivationMoves:
             if saved is None:
                 forward(taken)
                 return
-            with saved.saving(self._find_kept(stage, microbatch)):
+            with saved.save_tensors(self._find_kept(stage, microbatch)):
                 forward(taken)
 
         return run
 
-    def around_backward(self, stage: int, microbatch: int, backward: Callable[..., None]) -> Callable[..., None]:
+    def wrap_backward(self, stage: int, microbatch: int, backward: Callable[..., None]) -> Callable[..., None]:
         """The backward, which first waits until its activation is back."""
         saved = self.saved.get((stage, microbatch))
         if saved is None:

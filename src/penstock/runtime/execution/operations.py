@@ -23,7 +23,7 @@ from penstock.runtime.model.random_streams import draw_from
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.model.transforms import OutputAndLoss, Recomputed
 from penstock.runtime.sequence.prefix import Prefixes
-from penstock.runtime.split_backward.deferrable import run_backward, without_gradients_of
+from penstock.runtime.split_backward.deferrable import refuse_gradients_of, run_backward
 from penstock.runtime.split_backward.deferral import Deferral
 from penstock.runtime.tensors.boundary import WatchedInputs, add_grads, check_output, detach_tree, find_differentiable
 from penstock.runtime.tensors.dtensor import gather_full
@@ -66,7 +66,7 @@ class StageOperations:
         """The backward that an overlap hook is to run now."""
         actions = self.program[links.rank]
         self.statistics = statistics
-        self.unordered = statistics.scattered(actions) if statistics is not None and self.program.training else set()
+        self.unordered = statistics.find_scattered(actions) if statistics is not None and self.program.training else set()
         """The stages whose running statistics are kept apart until the end of the step."""
         slices = self.program.slices
         self.split = {(part.stage, part.unit(slices)) for action in actions for part in action.parts if part.kind is Kind.I}
@@ -89,12 +89,12 @@ class StageOperations:
 
         Until it is known whether the module changes its inputs in place, it may do so; `WatchedInputs` finds out.
         """
-        part, others = self.stages[stage], self.links.fellow_readers(stage)
+        part, others = self.stages[stage], self.links.list_fellow_readers(stage)
         if stage in self.unordered and self.statistics is not None:
-            call = self.statistics.around(stage, microbatch, part.module if call is None else call)
+            call = self.statistics.wrap_forward(stage, microbatch, part.module if call is None else call)
         module, training = part.module if call is None else call, self.program.training
         front = not self.program.graph.inputs_of(stage)
-        borrowed = self.links.borrowed_inputs(stage, microbatch)
+        borrowed = self.links.find_borrowed_inputs(stage, microbatch)
         single = len(borrowed) == 1
 
         def apply(leaves: list[Any]) -> Any:
@@ -118,10 +118,10 @@ class StageOperations:
                     raise
                 if watch is not None:
                     part.check_changes(watch, others, training)
-                    part.guarded_memory = watch.guarded(others) if others or watch.reasons else {}
+                    part.guarded_memory = watch.list_guarded(others) if others or watch.reasons else {}
             if feed.guards:
                 feed.check_unchanged(stage, microbatch, part.changed_copies)
-                part.guarded_memory = part.guarded_memory | feed.guarded(microbatch)
+                part.guarded_memory = part.guarded_memory | feed.list_guarded(microbatch)
             return output if type(output) is Tensor else unwrap_stage_output(output)
 
         return apply
@@ -135,7 +135,7 @@ class StageOperations:
         takes, apply = self.links.input_sources(stage, microbatch), self._apply(stage, microbatch, call)
         targets = self.links.output_targets(stage, microbatch)
         context = self.registers.number("context", stage, microbatch)
-        deferrable = part.deferrable() if (stage, microbatch) in self.split else None
+        deferrable = part.find_deferrable() if (stage, microbatch) in self.split else None
         never = all(stage != other for other, _ in self.split)
         mesh, graphs, training = self.links.packer is not None, self.graphs, self.program.training
         last = part.module if training and not targets and isinstance(part.module, Recomputed) else None
@@ -159,9 +159,9 @@ class StageOperations:
                 return compute(leaves), None
             beside = call is not None and self.hooked_backward is not None
             if deferrable is None:
-                return self._observed_forward(part, leaves, compute, beside), None
+                return self._observe_forward(part, leaves, compute, beside), None
             if not part.tried:
-                return self._first_split_forward(part, microbatch, leaves, compute, beside)
+                return self._run_first_split_forward(part, microbatch, leaves, compute, beside)
             deferral = Deferral()
             deferral.beside = beside
             try:
@@ -174,7 +174,7 @@ class StageOperations:
             leaves = [take() for take in takes] if taken is None else taken
             wanting = [find_differentiable(value) for value in leaves]  # the module may change this by requires_grad_() or detach_()
             if part.tied and training:
-                with without_gradients_of(part.tied):
+                with refuse_gradients_of(part.tied):
                     (output, ends, grads), deferral = run(leaves)
             else:
                 (output, ends, grads), deferral = run(leaves)
@@ -187,9 +187,9 @@ class StageOperations:
             for target in targets:
                 values[target] = part.make_message(output, mesh)
 
-        return forward if self.moves is None else self.moves.around_forward(stage, microbatch, forward)
+        return forward if self.moves is None else self.moves.wrap_forward(stage, microbatch, forward)
 
-    def _first_split_forward(
+    def _run_first_split_forward(
         self, part: Stage, microbatch: int, leaves: list[Any], compute: Compute, beside: bool
     ) -> tuple[Computed, Deferral | None]:
         """A stage's first forward whose backward is to be split.
@@ -201,7 +201,7 @@ class StageOperations:
         deferral = Deferral()
         deferral.beside = beside
         try:
-            with part.deferrable().forward(deferral):
+            with part.find_deferrable().forward(deferral):
                 output = compute(leaves)
         except WholeBackwardNeeded as need:
             if before is None:
@@ -215,9 +215,9 @@ class StageOperations:
         before.restore()
         return compute(leaves), None
 
-    def _observed_forward(self, part: Stage, leaves: list[Any], compute: Compute, beside: bool) -> Computed:
+    def _observe_forward(self, part: Stage, leaves: list[Any], compute: Compute, beside: bool) -> Computed:
         """A forward for a whole backward of a stage that splits others: it shows whether the stage can split."""
-        with part.deferrable().observe(beside=beside) as observation:
+        with part.find_deferrable().observe(beside=beside) as observation:
             output = compute(leaves)
         part.whole, part.tried = observation.reason, True
         return output
@@ -289,7 +289,7 @@ class StageOperations:
         targets, additions = self.links.gradient_targets(stage, microbatch), self.links.gradient_additions(stage, microbatch)
         context = self.registers.number("context", stage, microbatch)
         stash = self.registers.number("stash", stage, microbatch) if (stage, microbatch) in self.split else None
-        deferrable = None if stash is None else part.deferrable()
+        deferrable = None if stash is None else part.find_deferrable()
 
         def backward(together: Operation | None = None) -> None:
             wanting, ends, grads, side, deferral = values[context]
@@ -302,7 +302,7 @@ class StageOperations:
                 ends, grads = _starts(ends, grads, side)
             if together is not None:
                 self.hooked_backward = Backward(part.module, ends, grads, deferral) if ends else None
-                with nullcontext() if self.hooked_backward is None else self.hooked_backward.expected(deferrable):
+                with nullcontext() if self.hooked_backward is None else self.hooked_backward.expect(deferrable):
                     together()
             elif ends:
                 if type(deferral) is RecordedForward:
@@ -318,8 +318,8 @@ class StageOperations:
             for add in additions:
                 add()
 
-        wrapped = backward if self.moves is None else self.moves.around_backward(stage, microbatch, backward)
-        return wrapped if self.prefixes is None else self.prefixes.around_backward(stage, microbatch, wrapped)
+        wrapped = backward if self.moves is None else self.moves.wrap_backward(stage, microbatch, backward)
+        return wrapped if self.prefixes is None else self.prefixes.wrap_backward(stage, microbatch, wrapped)
 
     def weights(self, stage: int, microbatch: int) -> Operation:
         values, stash, part = self.registers.values, self.registers.number("stash", stage, microbatch), self.stages[stage]

@@ -58,7 +58,7 @@ class Backward:
             activate(before)
 
     @contextmanager
-    def expected(self, deferrable: Deferrable | None) -> Iterator[None]:
+    def expect(self, deferrable: Deferrable | None) -> Iterator[None]:
         """A context for the hook's call. Raises afterwards if the hook has not run the backward."""
         reached: list[Tensor] = []
         first: Any = self.outputs[0]
@@ -116,11 +116,11 @@ class OverlapHooks:
         run_forward = compute.forward(forward.stage, forward.unit(slices), call)
         run_backward = compute.backward(backward.stage, backward.unit(slices))
 
-        def together() -> None:
+        def run_together() -> None:
             inputs = [take() for take in takes]  # before the backward is prepared: other ranks' threads may run during the wait
             run_backward(note_failure(forward, partial(run_forward, inputs)))
 
-        return note_failure(backward, together)
+        return note_failure(backward, run_together)
 
     def _is_usable(self, action: Action, stage: int) -> bool:
         """Whether the hook of a stage's module can be used; warns once per stage if not."""
@@ -158,25 +158,25 @@ class TwoStreams:
         places = find_pair(action)
         if places is None:
             for part, operation in zip(action.sub_actions, operations, strict=True):
-                self.alone(part, operation)
+                self.run_alone(part, operation)
             return
         forward, backward = (action.sub_actions[place] for place in places)
         lane = self._lane_of.get(_place(backward), 0)
         self._lane_of[_place(forward)] = 1 - lane
         self.lanes.join()
         # The forward first: unlike the backward, it frees no memory of the other stream.
-        self.lanes.on(1 - lane, operations[places[0]])
-        self.lanes.on(lane, operations[places[1]])
+        self.lanes.run_on(1 - lane, operations[places[0]])
+        self.lanes.run_on(lane, operations[places[1]])
         self.lanes.join()
 
-    def alone(self, part: Action, operation: Operation) -> None:
+    def run_alone(self, part: Action, operation: Operation) -> None:
         """Run an action by itself: a backward on the stream of its forward."""
         lane = 0 if part.kind is Kind.F else self._lane_of.get(_place(part), 0)
         if not lane:
             operation()
             return
         self.lanes.join()
-        self.lanes.on(lane, operation)
+        self.lanes.run_on(lane, operation)
         self.lanes.join()
 
 

@@ -44,7 +44,9 @@ def find_table(source: Any, ranks: int, microbatches: int | None) -> Table:
     return table if microbatches in (None, table.microbatches) else _rebuild(table, int(microbatches or 0))
 
 
-def training_program(table: Table, count: int, unsplit: Sequence[int], semantics: str = "channels", shard: Shard | None = None) -> Program:
+def build_training_program(
+    table: Table, count: int, unsplit: Sequence[int], semantics: str = "channels", shard: Shard | None = None
+) -> Program:
     """The program for `count` microbatches, proved for the transport. `unsplit` stages run one B; `shard` gathers parameters."""
     if count != table.microbatches:
         table = _rebuild(table, count)

@@ -11,7 +11,7 @@ from penstock.runtime.device.gpu import keep_device_guard
 from penstock.runtime.device.rng import get_rng_state, set_rng_state
 from penstock.runtime.device.streams import create_streams, record_event, use_stream, wait_event
 from penstock.runtime.launch.workers import Workers, raise_first
-from penstock.runtime.transport.current_group import join, set_group, under_torchrun
+from penstock.runtime.transport.current_group import is_under_torchrun, join, set_group
 from penstock.runtime.transport.threads import VirtualGroup
 
 _RESULTS = 30 * 24 * 3600.0
@@ -44,7 +44,7 @@ def launch(
     if sms is not None and backend != "threads":
         raise ScheduleError(f"sms={sms} splits one GPU among virtual ranks, but backend {backend!r} has none")
     if backend == "gloo":
-        if under_torchrun():
+        if is_under_torchrun():
             group = join()
             if group.ranks != ranks:
                 raise ScheduleError(f"launch for {ranks} ranks, but there are {group.ranks} processes: start as many")

@@ -35,7 +35,7 @@ class _Forward:
     ends: list[Tensor]
     deferral: Deferral
 
-    def ones(self) -> list[Tensor | None]:
+    def make_ones(self) -> list[Tensor | None]:
         """The gradients that the backward starts from."""
         return [torch.ones_like(end) for end in self.ends]
 
@@ -55,13 +55,13 @@ class MeasuredLayer:
     def __post_init__(self) -> None:
         """Inspect the modules here, so that no timed run does."""
         self._can_split = self.stage.splits
-        self._deferrable = self.stage.deferrable()
+        self._deferrable = self.stage.find_deferrable()
 
     def measure_memory(self, warmup: int, optimizer: Optimizer | None) -> Any:
         """Warm up and measure the sizes; returns the output, which is the input of the next layer."""
         for _ in range(warmup):
             self.time()
-        held, stash, output = self._held()
+        held, stash, output = self._measure_held()
         module = self.stage.module
         sizes = {
             "activation": held,
@@ -134,7 +134,7 @@ class MeasuredLayer:
         watch = Stopwatch(self.inputs)
         run = self._forward(leaves)
         watch.mark()
-        grads = run.ones()
+        grads = run.make_ones()
         watch.mark()
         self._backward(run, grads)
         watch.mark()
@@ -150,15 +150,15 @@ class MeasuredLayer:
         self._prepare()
         peak = PeakMemory()
         run = self._forward(detach_as_leaves(self.inputs))
-        grads = run.ones()
+        grads = run.make_ones()
         beyond = [peak.bytes() - held - (bytes_of(run.output) if self.loss is None else 0)]
         beyond += [_peak_of(lambda: self._backward(run, grads)), _peak_of(lambda: self.stage.backward_weights(run.deferral))]
         self._prepare()
         whole = self._forward(detach_as_leaves(self.inputs), split=False)
-        whole_grads = whole.ones()
+        whole_grads = whole.make_ones()
         return max(0, *beyond, _peak_of(lambda: run_backward(whole.ends, whole_grads) if whole.ends else None))
 
-    def _held(self) -> tuple[int, int, Any]:
+    def _measure_held(self) -> tuple[int, int, Any]:
         """The bytes held from F to I, those held from I to W, and the output."""
         own = module_sizes(self.stage.module)
         self._prepare()
@@ -169,7 +169,7 @@ class MeasuredLayer:
                 output_sizes = storage_sizes(run.output)
                 held = {key: size for key, size in held.items() if key not in output_sizes}
             own |= storage_sizes(self._list_shared())
-            self._backward(run, run.ones())
+            self._backward(run, run.make_ones())
         stash = storage_sizes([(record.grad, record.value, record.extra) for record in run.deferral.operators])
         output = detach_as_leaves(run.output)  # a differentiable input gets its gradient, as it does on a stage
         self.stage.backward_weights(run.deferral)

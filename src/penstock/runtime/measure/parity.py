@@ -134,7 +134,7 @@ class ComparedPipeline(Protocol):
 
 
 @dataclass
-class _Outcome:
+class _StepOutcome:
     """What a step has computed and left behind: on one rank, or in the reference."""
 
     numbers: dict[str, Tensor | None]
@@ -146,7 +146,7 @@ class _Outcome:
     """The names of other things that are not as they should be."""
 
     @classmethod
-    def collect(cls, loss: Tensor | None, parameters: Iterable[tuple[str, nn.Parameter]], parts: Mapping[int, Part]) -> _Outcome:
+    def collect(cls, loss: Tensor | None, parameters: Iterable[tuple[str, nn.Parameter]], parts: Mapping[int, Part]) -> _StepOutcome:
         grads = {name: parameter.grad for name, parameter in parameters}
         numbers = {"loss": loss, **{name: _dense(grad) for name, grad in grads.items()}}
         return cls(numbers, {name: _layout(grad) for name, grad in grads.items()}, {stage: _state(part) for stage, part in parts.items()})
@@ -191,12 +191,12 @@ def compare_step(pipeline: ComparedPipeline, run: Callable[[StepInput], Tensor |
         mine.mismatches.append(f"random state of rank {pipeline.rank}")
     mine.mismatches += wrong
     outcomes = pipeline.gather("parity", mine)
-    others = [difference for outcome in outcomes for difference in _other_differences(outcome, loop.outcome)]
+    others = [difference for outcome in outcomes for difference in _find_other_differences(outcome, loop.outcome)]
     numbers = [outcome.numbers for outcome in outcomes]
     compared = compare_numbers("microbatch loop", numbers, pipeline.data.sum_values(loop.outcome.numbers), others)
     if pipeline.batches.weight is not None:
         return Parity(compared, None)
-    whole = _Reference(pipeline, again, _unsplit(pipeline.data.ranks, batch, feed))
+    whole = _Reference(pipeline, again, _join_batch(pipeline.data.ranks, batch, feed))
     return Parity(compared, compare_numbers("whole batch", numbers, pipeline.data.sum_values(whole.outcome.numbers)))
 
 
@@ -205,12 +205,12 @@ def compare_step(pipeline: ComparedPipeline, run: Callable[[StepInput], Tensor |
 
 def _run_step(
     pipeline: ComparedPipeline, parts: Mapping[int, Part], run: Callable[[StepInput], Tensor | None], feed: StepInput
-) -> _Outcome:
+) -> _StepOutcome:
     """Run a step without gradients from before, and collect what it leaves."""
     for _, parameter in pipeline.local_parameters():
         parameter.grad = None
     pipeline.gather("cleared", None)  # no rank adds to a gradient that another has yet to clear
-    outcome = _Outcome.collect(run(feed), pipeline.local_parameters(), parts)
+    outcome = _StepOutcome.collect(run(feed), pipeline.local_parameters(), parts)
     pipeline.gather("noted", None)  # no rank restores a value that another has yet to collect
     return outcome
 
@@ -288,7 +288,7 @@ def _is_same_leaf(one: Any, other: Any) -> bool:
     return one.layout is not torch.strided or is_same_value(one.detach(), other.detach())
 
 
-def _unsplit(data_ranks: int, batch: StepArguments, feed: StepInput) -> StepInput:
+def _join_batch(data_ranks: int, batch: StepArguments, feed: StepInput) -> StepInput:
     """The batch in one piece."""
     batch = batch.copy()
     kwargs = {stage: [dict(values)] for stage, values in batch.stage_kwargs.items()}
@@ -303,7 +303,7 @@ def _unsplit(data_ranks: int, batch: StepArguments, feed: StepInput) -> StepInpu
 def _reference_parts(pipeline: ComparedPipeline, parts: Sequence[Part], mine: Mapping[int, Part]) -> list[Part]:
     """Copies of all stages, with the state of the ranks that train them, and without recomputation."""
     copies = _copy_parts(parts)
-    held = {stage: (_plain(part.module).state_dict(), _state(part)) for stage, part in mine.items()}
+    held = {stage: (_unwrap(part.module).state_dict(), _state(part)) for stage, part in mine.items()}
     for theirs in reversed(pipeline.gather("states", held)):  # a rank trains only its own stages
         for stage, (tensors, state) in theirs.items():
             copies[stage].module.load_state_dict(tensors)
@@ -313,20 +313,20 @@ def _reference_parts(pipeline: ComparedPipeline, parts: Sequence[Part], mine: Ma
     return copies
 
 
-def _plain(module: nn.Module) -> nn.Module:
+def _unwrap(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, Recomputed) else module
 
 
 def _copy_parts(parts: Sequence[Part]) -> list[Part]:
     """Copy stages together with their layers."""
-    modules = [_plain(part.module) for part in parts]
-    with _detached_attributes(modules):
+    modules = [_unwrap(part.module) for part in parts]
+    with _detach_attributes(modules):
         copies, layers = copy.deepcopy((nn.ModuleList(modules), [part.modules for part in parts]))
     return [replace(part, module=module, modules=own) for part, module, own in zip(parts, copies, layers, strict=True)]
 
 
 @contextmanager
-def _detached_attributes(modules: Sequence[nn.Module]) -> Iterator[None]:
+def _detach_attributes(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Detach tensors that a forward has left in attributes, because torch does not copy tensors with a history."""
     parts = {id(part): part for module in modules for part in module.modules()}
     attributes = [(vars(part), *item) for part in parts.values() for item in vars(part).items()]
@@ -352,7 +352,7 @@ class _Reference:
         with preserve_random_state(), torch.enable_grad():
             loss = self._run()
             self.random_state = get_rng_state()
-        self.outcome = _Outcome.collect(loss, (named for part in parts for named in part.parameters), dict(enumerate(parts)))
+        self.outcome = _StepOutcome.collect(loss, (named for part in parts for named in part.parameters), dict(enumerate(parts)))
 
     def _run(self) -> Tensor | None:
         """Run all microbatches and return the loss."""
@@ -414,7 +414,7 @@ def _is_random_state_right(pipeline: ComparedPipeline, loop: _Reference, before:
 # Differences ------------------------------------------------------------------------------------------------------------
 
 
-def _other_differences(outcome: _Outcome, expected: _Outcome) -> Iterator[Difference | None]:
+def _find_other_differences(outcome: _StepOutcome, expected: _StepOutcome) -> Iterator[Difference | None]:
     """Yield how a rank differs from the loop in the layout of gradients, in buffers and attributes, and in its random state."""
     for name, layout in outcome.layouts.items():
         if layout is not None and expected.layouts.get(name) not in (None, layout):

@@ -63,7 +63,7 @@ def profile(
     if warmup < 0 or repeats < 1:
         raise ScheduleError(f"warmup={warmup}, repeats={repeats}: at least 0 and 1")
     split, sample, loss_fn, target = _open_hugging_face(model, split, sample, loss_fn, target)
-    named = _named_layers(model, split)
+    named = _name_layers(model, split)
     args, target = _move(device, named, (sample if isinstance(sample, tuple) else (sample,), target))
     loss, make_optimizer = Loss(loss_fn, "mean") if loss_fn is not None else None, _find_optimizer(optimizer)
     sizes = list(dict.fromkeys(microbatch_sizes or [count_rows(args)]))
@@ -165,7 +165,7 @@ def _open_hugging_face(model: Any, split: Any, sample: Any, loss_fn: Any, target
     return own, args, None if target is None and loss_fn is None else loss, target
 
 
-def _named_layers(model: Any, split: Any) -> list[tuple[str, nn.Module]]:
+def _name_layers(model: Any, split: Any) -> list[tuple[str, nn.Module]]:
     if isinstance(split, HuggingFace):
         return split.units(model)
     if isinstance(model, (list, tuple, nn.ModuleList)) and split is None:

@@ -16,7 +16,7 @@ from penstock.ir.rows import Floats
 from penstock.runtime.device.timing import clock
 from penstock.runtime.transport.group import Group, Route
 from penstock.simulator.event_loops.flat import Flat
-from penstock.simulator.measured import measured_costs
+from penstock.simulator.measured import measure_costs
 from penstock.simulator.timeline import Timeline
 from penstock.text.units import Units
 
@@ -95,7 +95,7 @@ def build_timeline(program: Program, ranks: Sequence[StepTimes], ahead: Sequence
         for at, begun, ended in times.collectives:
             node = int(program.rows.group_offsets[rank]) + at
             collective_start[node], collective_end[node] = ((time - ahead[rank] - zero) / 1e9 for time in (begun, ended))
-    costs = measured_costs(program, start, end, arrive - depart, collective_end - collective_start)
+    costs = measure_costs(program, start, end, arrive - depart, collective_end - collective_start)
     return Timeline(program, costs, start, end, depart, arrive, collective_start, collective_end, source="measured", units=Units("s"))
 
 

@@ -39,7 +39,7 @@ class PrefixMemory(Protocol):
     def take_roots(self) -> list[Tensor]:
         """Take the tensors that the backward of the last slice starts from, besides its output."""
 
-    def around_backward(self, stage: int, unit: int, operation: Callable[..., None]) -> Callable[..., None]:
+    def wrap_backward(self, stage: int, unit: int, operation: Callable[..., None]) -> Callable[..., None]:
         """Wrap the backward of a slice."""
 
     def list_kept(self) -> list[Tensor]:
@@ -113,7 +113,7 @@ class MeasuredSlice(MeasuredLayer):
 
     def _backward(self, run: Any, grads: list[Tensor | None]) -> None:
         assert self._memory is not None
-        self._memory.around_backward(self.stage.index, self._number, super()._backward)(run, grads)
+        self._memory.wrap_backward(self.stage.index, self._number, super()._backward)(run, grads)
 
     def _list_shared(self) -> list[Tensor]:
         assert self._memory is not None

@@ -67,7 +67,7 @@ class ModuleState:
 
     def keep_changed(self, also: Collection[str] = ()) -> list[str]:
         """Drop everything that has not changed, except what has one of these dotted names; return the names of the rest."""
-        self._entries = [value for value in self._entries if value.name in also or value.differs()] + self._added()
+        self._entries = [value for value in self._entries if value.name in also or value.differs()] + self._list_added()
         self._places = []
         return self.names()
 
@@ -116,18 +116,18 @@ class ModuleState:
 
     def restore(self) -> None:
         """Restore the contents of tensors and containers in place, and put back objects that were replaced."""
-        for value in self._added() + self._entries:
+        for value in self._list_added() + self._entries:
             value.restore()
 
-    def changed(self, *, set_first: bool = True) -> list[str]:
+    def list_changed(self, *, set_first: bool = True) -> list[str]:
         """Return the dotted names of everything that differs from when it was captured; NaN equals NaN.
 
         Without `set_first`, what was None or did not exist is left out, because a forward may set it once.
         """
         differing = [value.name for value in self._entries if value.differs() and (set_first or value.value is not None)]
-        return differing + [value.name for value in self._added() if set_first]
+        return differing + [value.name for value in self._list_added() if set_first]
 
-    def _added(self) -> list[_Value]:
+    def _list_added(self) -> list[_Value]:
         return _find_added(self._places, ((value.place, value.key) for value in self._entries))
 
 
@@ -178,7 +178,7 @@ class ModuleVersions:
         return ModuleState([], replaced), in_place
 
 
-def running_statistics_names(module: nn.Module) -> list[str]:
+def name_running_statistics(module: nn.Module) -> list[str]:
     """Return the dotted names of the running statistics that a forward of the module would change now."""
     return [
         f"{prefix}.{name}" if prefix else name

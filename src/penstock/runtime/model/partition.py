@@ -112,7 +112,7 @@ class Partition:
     def __len__(self) -> int:
         return len(self.parts)
 
-    def tied(self) -> list[list[tuple[int, str, nn.Parameter]]]:
+    def list_tied(self) -> list[list[tuple[int, str, nn.Parameter]]]:
         """Return the parameters that several stages share, each with its stages and its names there."""
         seen: dict[int, list[tuple[int, str, nn.Parameter]]] = {}
         for stage, part in enumerate(self.parts):
@@ -208,15 +208,15 @@ def balance_layers(weights: Sequence[int], stages: int, what: str) -> list[int]:
     sums = [0, *accumulate(weights)]
 
     @cache
-    def best(end: int, count: int) -> tuple[int, int]:
+    def find_best(end: int, count: int) -> tuple[int, int]:
         """The smallest possible largest sum of the first `end` layers in `count` stages, and where the last of them starts."""
         if count == 1:
             return sums[end], 0
-        return min((max(best(start, count - 1)[0], sums[end] - sums[start]), start) for start in range(count - 1, end))
+        return min((max(find_best(start, count - 1)[0], sums[end] - sums[start]), start) for start in range(count - 1, end))
 
     ends = [len(weights)]
     for count in range(stages, 0, -1):
-        ends.append(best(ends[-1], count)[1])
+        ends.append(find_best(ends[-1], count)[1])
     return [end - start for end, start in pairwise(ends)][::-1]
 
 

@@ -74,7 +74,7 @@ class RunningStatistics:
 
     # Forwards ---------------------------------------------------------------------------------------------------------
 
-    def scattered(self, actions: Sequence[Action]) -> set[int]:
+    def find_scattered(self, actions: Sequence[Action]) -> set[int]:
         """Return the stages of this rank that do not run all microbatches in order here."""
         order: dict[int, list[int]] = {stage: [] for stage in self.modules}
         for action in actions:
@@ -83,7 +83,7 @@ class RunningStatistics:
                     order[part.stage].append(part.microbatch)
         return self._several | {stage for stage, microbatches in order.items() if microbatches != sorted(microbatches)}
 
-    def around(self, stage: int, microbatch: int, call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_forward(self, stage: int, microbatch: int, call: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the forward of a scattered stage so that it writes into separate statistics."""
         module, norms = self.modules[stage], self._norms[stage]
 
@@ -180,7 +180,7 @@ def _refuse_other_changes(stage: int, module: nn.Module, skip: set[str], first: 
     versions = None if first else ModuleVersions.capture(module, skip=skip)
     yield
     if state is not None:
-        changed = [name for name in state.changed(set_first=False) if name not in skip]
+        changed = [name for name in state.list_changed(set_first=False) if name not in skip]
         if changed:
             state.restore()
     else:

@@ -43,7 +43,7 @@ class Stage:
         self.guarded_memory: dict[int, str] = {}
         """Why inputs of the current forward must not be changed in place, by the address of their memory, in which outputs may lie."""
 
-    def deferrable(self) -> Deferrable:
+    def find_deferrable(self) -> Deferrable:
         """Return the parameters whose gradients can be deferred, found on the first call."""
         if self._deferrable is None:
             self._deferrable = Deferrable(self.module)
@@ -80,7 +80,7 @@ class Stage:
 
     def check_changes(self, watch: WatchedInputs, others: list[int], training: bool) -> None:
         """Note whether the module has changed its input in place; refuse a change that would have been seen elsewhere in the model."""
-        changed, reason = watch.changed(self.changed_copies)
+        changed, reason = watch.find_changed(self.changed_copies)
         self.changes_input[training] = changed or bool(self.changes_input[training])
         if changed and others:
             raise ScheduleError(

@@ -14,7 +14,7 @@ from penstock.errors import PlacementError, ScheduleError, nearest
 from penstock.ir.placement import Placement
 from penstock.runtime.model.partition import Partition
 from penstock.runtime.tensors.dtensor import from_local_like, is_dtensor, redistribute_like, shard_coordinates, to_local
-from penstock.runtime.tensors.layout import add_gradients, round_gradient
+from penstock.runtime.tensors.layout import add_gradients, gradient_dtype, round_gradient
 
 Gather = Callable[[str, Any], list[Any]]
 """Exchanges a value with all ranks of the pipeline, under a name: returns the values of all, by rank."""
@@ -65,7 +65,7 @@ class SharedParameters:
         named = dict(parameters)
         known = {name: (stage, k) for stage, part in enumerate(partition.parts) if part for k, (name, _) in enumerate(part.parameters)}
         mine = {name: _HeldParameter(known[name], identify(p), tuple(p.shape), shard_coordinates(p)) for name, p in named.items()}
-        tied = [[name for _, name, _ in holders] for holders in partition.tied()]
+        tied = [[name for _, name, _ in holders] for holders in partition.list_tied()]
         everyone = gather("parameters", (mine, known, tied, sums_apart))
         groups = dict.fromkeys(tuple(group) for _, _, theirs, _ in everyone for group in theirs)
         places = _find_places([theirs for _, theirs, _, _ in everyone], [*groups, *ties])
@@ -103,19 +103,21 @@ class SharedParameters:
         if self.one_object and parallel:
             raise ScheduleError("ranks that run in parallel cannot share parameters: build a model on each rank")
         if self.active:
-            _start_equal("copies", [(self._copies[name], to_local(p.detach())) for name, p in self._held(named.items()).items()], gather)
+            _start_equal(
+                "copies", [(self._copies[name], to_local(p.detach())) for name, p in self._list_held(named.items()).items()], gather
+            )
 
-    def _held(self, parameters: NamedParameters) -> dict[str, nn.Parameter]:
+    def _list_held(self, parameters: NamedParameters) -> dict[str, nn.Parameter]:
         """Return this rank's parameters whose gradients are summed over ranks, as they are now."""
         return {name: parameter for name, parameter in parameters if name in self._copies} if self._copies else {}
 
     def ids(self, parameters: NamedParameters) -> set[int]:
         """Return the ids of this rank's parameters whose gradients are summed over ranks."""
-        return set(map(id, self._held(parameters).values()))
+        return set(map(id, self._list_held(parameters).values()))
 
     def begin(self, parameters: NamedParameters, gather: Gather) -> None:
         """Begin a step: set aside the gradients accumulated before, so that only those of steps that were not finalized are summed."""
-        mine = self._held(parameters)
+        mine = self._list_held(parameters)
         self._backup = {name: None if grad is None else grad.clone() for name, grad in self._postponed.items()}
         self._before = {name: parameter.grad for name, parameter in mine.items()}
         if self.one_object:
@@ -127,7 +129,7 @@ class SharedParameters:
         """End a step that does not finalize its gradients: the next one goes on with this rank's, and sums them over ranks."""
         if not self.active:
             return
-        mine = self._held(parameters)
+        mine = self._list_held(parameters)
         self._postponed = {name: parameter.grad for name, parameter in mine.items()}
         gather("postpone", None)  # no rank restores a gradient that another, which has the same object, has yet to keep
         for name, parameter in mine.items():
@@ -150,7 +152,7 @@ class SharedParameters:
         """
         if not self.active:
             return
-        mine = self._held(parameters)
+        mine = self._list_held(parameters)
         terms: dict[Place, list[_Term]] = {}
         for name, parameter in mine.items():
             total = take_sum(parameter)
@@ -166,7 +168,11 @@ class SharedParameters:
             if total is None:
                 parameter.grad = before
                 continue
-            grad = from_local_like(parameter, total.to(parameter.dtype)) if is_dtensor(parameter) else round_gradient(total, parameter)
+            grad = (
+                from_local_like(parameter, total.to(gradient_dtype(parameter)))
+                if is_dtensor(parameter)
+                else round_gradient(total, parameter)
+            )
             if before is not None:
                 grad = add_gradients(before, grad) if grad.is_sparse or is_dtensor(grad) else grad.add_(before)
             parameter.grad = grad

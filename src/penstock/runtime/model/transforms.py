@@ -21,7 +21,7 @@ from penstock.ir.table import Table
 from penstock.passes.lower import lower
 from penstock.passes.merge_backward import MergeBackward
 from penstock.runtime.batch.result import collect, unwrap_stage_output
-from penstock.runtime.model.module_state import ModuleState, ModuleVersions, running_statistics_names
+from penstock.runtime.model.module_state import ModuleState, ModuleVersions, name_running_statistics
 from penstock.runtime.model.partition import Part, Partition
 from penstock.runtime.tensors.boundary import copy_tensor, detach_tree, memory_overlaps
 from penstock.runtime.torch_internals import pytree
@@ -229,7 +229,7 @@ class _ChangedState:
         if self.watched is None:
             self.others = ModuleVersions.capture(self.module)
             return ModuleState.capture(self.module)
-        names = self.watched | set(running_statistics_names(self.module))
+        names = self.watched | set(name_running_statistics(self.module))
         self.others = ModuleVersions.capture(self.module, skip=names)
         return ModuleState.capture_only(self.module, names)
 

@@ -28,10 +28,10 @@ from penstock.runtime.model.tied_parameters import Gather
 from penstock.runtime.parallel.fsdp import ShardedStage, find_sharded_stages
 from penstock.runtime.parallel.mesh import PipelineMesh
 from penstock.runtime.tensors.dtensor import DTensorPacker, has_same_placements, is_dtensor, redistribute_like, to_local
-from penstock.runtime.tensors.layout import add_gradients, round_gradient
+from penstock.runtime.tensors.layout import add_gradients, gradient_dtype, round_gradient
 from penstock.runtime.torch_internals.modules import NormBase, own_buffers
 from penstock.runtime.torch_internals.tensors import post_accumulate_hooks, read_version
-from penstock.runtime.transport.group import Operation, nothing
+from penstock.runtime.transport.group import Operation, do_nothing
 from penstock.runtime.transport.subgroup import ProcessSubgroup
 
 _BACKWARD = (Kind.B, Kind.I, Kind.W)
@@ -70,9 +70,9 @@ class DataParallel:
         self.replicated = ReplicatedTensors(modules, {index: self._managed(index) for index in stages})
         if self.group is not None:
             self.group.gather(self.group.rank, "start", None, deadline)
-            self.replicated.broadcast(self._connection, self.replicated.everything())
+            self.replicated.broadcast(self._connection, self.replicated.list_everything())
             for sharded in self.sharded.values():
-                for connection, shards in sharded.replicated_shards():
+                for connection, shards in sharded.list_replicated_shards():
                     self.replicated.broadcast(connection, shards)
 
     def _check(self, dtype: torch.dtype | None) -> None:
@@ -122,7 +122,7 @@ class DataParallel:
             step_input.normalise(step_input.total)
             return
         share = step_input.share
-        mine = len(step_input.args), step_input.total, self.replicated.changed(), share.finalizes, step_input.items, share.schedule
+        mine = len(step_input.args), step_input.total, self.replicated.list_changed(), share.finalizes, step_input.items, share.schedule
         gathered = self.group.gather(self.group.rank, name, mine, self.deadline)
         counts, totals, changed, finalizes, items, schedules = zip(*gathered, strict=True)
         order = "plan with schedules=() to keep the pipeline's own, and let only the order of microbatches differ"
@@ -141,7 +141,7 @@ class DataParallel:
     def copy_buffers(self) -> None:
         """Give the buffers of all data ranks the values of the first, as every step does when it begins."""
         if self.group is not None:
-            self._copy_buffers(self.group.gather(self.group.rank, "buffers", self.replicated.changed(), self.deadline))
+            self._copy_buffers(self.group.gather(self.group.rank, "buffers", self.replicated.list_changed(), self.deadline))
 
     def _copy_buffers(self, changed: Sequence[list[bool]]) -> None:
         """Copy the buffers that have changed on any data rank."""
@@ -152,9 +152,9 @@ class DataParallel:
     def begin(self, reduces: Sequence[int], *, finalizes: bool = True) -> None:
         """Begin a training step, whose program reduces these stages in this order; without `finalizes` nothing is reduced yet."""
         self._finalizes = finalizes
-        self.replicas.begin({} if self.group is None and self.dtype is None else self._last_uses(reduces))
+        self.replicas.begin({} if self.group is None and self.dtype is None else self._find_last_uses(reduces))
 
-    def _last_uses(self, reduces: Sequence[int]) -> dict[int, list[nn.Parameter]]:
+    def _find_last_uses(self, reduces: Sequence[int]) -> dict[int, list[nn.Parameter]]:
         """Return the parameters that are summed with each stage: one that several stages have, with the last of them."""
         seen: set[int] = set()
         parameters: dict[int, list[nn.Parameter]] = {}
@@ -231,9 +231,9 @@ class DataParallel:
         sharded = self.sharded.get(stage)
         if kind in (Kind.REDUCE_GRAD, Kind.WAIT_REDUCE_GRAD):
             run = self._reduce if kind is Kind.REDUCE_GRAD else self._wait_reduction
-            return nothing if self.group is None and sharded is None else partial(run, stage)
+            return do_nothing if self.group is None and sharded is None else partial(run, stage)
         if sharded is None:
-            return nothing
+            return do_nothing
         return sharded.unshard if kind is Kind.UNSHARD else sharded.reshard
 
     def collectives(self, actions: Sequence[Action], begun: Sequence[int], ended: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -249,11 +249,11 @@ class DataParallel:
         """Whether `around` changes a stage's compute actions."""
         return stage in self.sharded or self.dtype is not None
 
-    def around(self, kind: Kind, stage: int, operation: Operation) -> Operation:
+    def wrap(self, kind: Kind, stage: int, operation: Operation) -> Operation:
         """Wrap a compute action: wait for sharded parameters before it, and accumulate gradients in higher precision after it."""
         sharded = self.sharded.get(stage)
         if sharded is not None:
-            return self._around_sharded(kind, stage, sharded, operation)
+            return self._wrap_sharded(kind, stage, sharded, operation)
         if self.dtype is None or kind not in _BACKWARD:
             return operation
         module, waits = self.stages[stage].module, kind is Kind.I
@@ -265,7 +265,7 @@ class DataParallel:
 
         return accumulate
 
-    def _around_sharded(self, kind: Kind, stage: int, sharded: ShardedStage, operation: Operation) -> Operation:
+    def _wrap_sharded(self, kind: Kind, stage: int, sharded: ShardedStage, operation: Operation) -> Operation:
         assert self.mesh is not None
         refresh, activity = self.stages[stage].refresh, self.mesh.whole.activity(self.mesh.whole.rank)
         deferred, awaited = kind is Kind.W, f"the parameters of stage {stage} from the other data ranks"
@@ -318,28 +318,28 @@ class ReplicatedTensors:
         self._versions: dict[int, int] = {}
         """The version of each buffer when the data ranks had the same values, by id."""
 
-    def everything(self) -> list[Tensor]:
+    def list_everything(self) -> list[Tensor]:
         """Return all parameters and buffers."""
-        buffers = [buffer for part in self._buffered() for buffer in part.buffers(recurse=False)]
+        buffers = [buffer for part in self._list_buffered() for buffer in part.buffers(recurse=False)]
         named = ((self._managed.get(index, ()), p) for index, module in self._modules.items() for p in module.parameters())
         return buffers + [parameter.detach() for managed, parameter in named if id(parameter) not in managed]
 
-    def _buffered(self) -> Iterator[nn.Module]:
+    def _list_buffered(self) -> Iterator[nn.Module]:
         """Yield the modules with buffers; also those of sharded stages, whose buffers torch leaves as they are on each rank."""
         for module in self._modules.values():
             yield from (part for part in module.modules() if own_buffers(part))
 
-    def changed(self) -> list[bool]:
+    def list_changed(self) -> list[bool]:
         """Return per module with buffers whether they may have changed. Norm layers change theirs without changing the version."""
         return [
             isinstance(part, NormBase)
             or any(read_version(buffer) != self._versions.get(id(buffer)) for buffer in part.buffers(recurse=False))
-            for part in self._buffered()
+            for part in self._list_buffered()
         ]
 
     def buffers_of(self, wanted: Sequence[bool]) -> list[Tensor]:
         """Return the buffers of the wanted modules among those with buffers."""
-        return [buffer for part in compress(self._buffered(), wanted) for buffer in part.buffers(recurse=False)]
+        return [buffer for part in compress(self._list_buffered(), wanted) for buffer in part.buffers(recurse=False)]
 
     @torch.no_grad()
     def broadcast(self, connection: Any, tensors: Sequence[Tensor]) -> None:
@@ -422,7 +422,7 @@ class ReplicaGradients:
                 parameter.grad = None
 
     def _sums_up(self, parameter: nn.Parameter) -> bool:
-        return self.dtype is not None and parameter.dtype != self.dtype and parameter.is_floating_point()
+        return self.dtype is not None and gradient_dtype(parameter) != self.dtype and parameter.is_floating_point()
 
     def _total(self, parameter: nn.Parameter) -> Tensor | None:
         """Return this step's gradient so far."""
@@ -441,7 +441,7 @@ class ReplicaGradients:
                 raise ScheduleError(
                     f"a parameter of stage {stage} has a sparse gradient, which cannot be summed over data ranks: use dense ones"
                 )
-            dtype = self.dtype if self.dtype is not None and self._sums_up(parameter) else parameter.dtype
+            dtype = self.dtype if self.dtype is not None and self._sums_up(parameter) else gradient_dtype(parameter)
             buckets.setdefault((dtype, parameter.device), []).append(parameter)
         for (dtype, device), parameters in buckets.items():
             shapes = [to_local(parameter.detach()).shape for parameter in parameters]
@@ -479,9 +479,8 @@ class ReplicaGradients:
             if total is not None and total.is_sparse:
                 grad = round_gradient(total, parameter)
             elif total is not None:
-                grad = (
-                    torch.zeros_like(parameter, requires_grad=False) if grad is None or not has_same_placements(grad, parameter) else grad
-                )
+                if grad is None or not has_same_placements(grad, parameter):
+                    grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter), requires_grad=False)
                 to_local(grad).copy_(to_local(redistribute_like(total, parameter)))
             parameter.grad = grad if before is None else before if grad is None else _add_to(before, grad)
         self._before, self._running = [], []

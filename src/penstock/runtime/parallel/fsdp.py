@@ -22,7 +22,7 @@ from penstock.errors import PlacementError, ScheduleError
 from penstock.runtime.device.timing import clock
 from penstock.runtime.model.partition import Partition
 from penstock.runtime.parallel.mesh import PipelineMesh
-from penstock.runtime.torch_internals.lookup import check_private, find_private
+from penstock.runtime.torch_internals.lookup import check_names, check_private, find_private
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -67,7 +67,7 @@ def shard_stages(partition: Partition, stages: Iterable[int], mesh: PipelineMesh
         raise ScheduleError("shard= needs mesh= with a dimension to shard over: 'dp', or 'dp_shard' with or without 'dp_replicate'")
     from torch.distributed.fsdp import fully_shard
 
-    tied = [[name for _, name, _ in holders] for holders in partition.tied()]
+    tied = [[name for _, name, _ in holders] for holders in partition.list_tied()]
     apply: Callable[..., Any] = fully_shard if sharding is True else sharding
     seen: set[nn.Module] = set()
     for index in stages:
@@ -98,10 +98,19 @@ class ShardedStage:
         self.stage, self.modules = stage, modules
         for part in modules:
             check_private(part, "_get_fsdp_state")
-            check_private(part._get_fsdp_state(), "_state_ctx", "_is_root", "_root_post_backward_final_callback")
+            state: Any = part._get_fsdp_state()
+            check_private(state, "_state_ctx", "_is_root", "_root_post_backward_final_callback")
+            check_private(state._state_ctx, "is_last_backward")
+            if not hasattr(state, "_reset_iter_state"):
+                check_private(state._state_ctx, "iter_forward_root", "post_backward_final_callback_queued")
+        check_names("torch.distributed.fsdp._fully_shard._fsdp_collectives.AllGatherResult.all_gather_work")
         self.groups = [group for part in self.modules for group in _groups(part)]
         for group in self.groups:
-            check_private(group, "_all_gather_result", "_wait_for_post_backward")
+            check_private(group, "_all_gather_result", "_wait_for_post_backward", "post_backward")
+            check_private(group, "fsdp_params", "mesh_info", "device")
+            check_private(group.mesh_info, "mesh")
+            for param in group.fsdp_params:
+                check_private(param, "sharded_param", "unsharded_accumulated_grad", "mp_policy")
         self.gathered: list[tuple[int, int]] = []
         """When each gather of this step began, and when it was seen to have ended."""
         self._handles: list[Any] = []
@@ -110,7 +119,7 @@ class ShardedStage:
             self._disable_hooks(part)
         for connection in {connection for group in self.groups for connection in _connections(group)}:
             # A waiting rank notices a failure long before; after one, a collective must not keep it for torch's default of half an hour.
-            find_private("torch.distributed.distributed_c10d._set_pg_timeout")(timedelta(seconds=2 * deadline), connection)
+            _set_timeout(timedelta(seconds=2 * deadline), connection)
 
     @staticmethod
     def _disable_hooks(part: FSDPModule) -> None:
@@ -135,11 +144,11 @@ class ShardedStage:
 
     def check_precision(self, dtype: torch.dtype) -> None:
         """Check that the mixed-precision policy sums the gradients of microbatches in this dtype."""
-        for group in self.groups:
-            dtypes = {param.sharded_param.dtype for param in group.fsdp_params} | {group.mp_policy.param_dtype}
-            if group.mp_policy.reduce_dtype != dtype and dtypes - {None, dtype}:
+        for param in (param for group in self.groups for param in group.fsdp_params):
+            policy = param.mp_policy  # torch 2.15 can have one per parameter
+            if policy.reduce_dtype != dtype and {param.sharded_param.dtype, policy.param_dtype} - {None, dtype}:
                 raise ScheduleError(
-                    f"stage {self.stage} is sharded with reduce_dtype={group.mp_policy.reduce_dtype}, which is what its gradients are "
+                    f"stage {self.stage} is sharded with reduce_dtype={policy.reduce_dtype}, which is what its gradients are "
                     f"summed in: for accumulate_dtype={dtype} apply fully_shard with MixedPrecisionPolicy(reduce_dtype={dtype})"
                 )
 
@@ -158,7 +167,7 @@ class ShardedStage:
         """The ids of the sharded parameters."""
         return {id(param.sharded_param) for group in self.groups for param in group.fsdp_params}
 
-    def replicated_shards(self) -> Iterator[tuple[Any, list[Any]]]:
+    def list_replicated_shards(self) -> Iterator[tuple[Any, list[Any]]]:
         """Yield shards that several data ranks hold, with the process group of those ranks; torch assumes that they are equal."""
         for group in self.groups:
             connection = getattr(group.mesh_info, "replicate_process_group", None)
@@ -207,7 +216,7 @@ class ShardedStage:
         """Reduce-scatter the gradients over all data ranks; `wanted` marks the parameters that any rank has a gradient for."""
         for param, want, have in zip(self.parameters, wanted, self.present(), strict=True):
             if want and not have:
-                param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
+                param._unsharded_param.grad = torch.zeros_like(param._unsharded_param, dtype=param._unsharded_param.grad_dtype)
         self.accumulate()
         for part in self.modules:
             part.set_requires_gradient_sync(True, recurse=False)
@@ -238,7 +247,8 @@ class ShardedStage:
         for group in self.groups:
             group._all_gather_result = None  # it may never end
             for param in group.fsdp_params:
-                param.unsharded_accumulated_grad = None
+                if not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):
+                    param.unsharded_accumulated_grad = None  # since torch 2.15 this is the gradient below
                 if hasattr(param, "_unsharded_param"):
                     param._unsharded_param.grad = None
         for state in self._roots():
@@ -255,6 +265,15 @@ class ShardedStage:
         return (state for state in states.values() if state._is_root)
 
 
+def find_communication_context(part: FSDPModule) -> object:
+    """Return the streams and buffers that a module communicates with: the same object for modules that share them."""
+    check_private(part, "_get_fsdp_state")
+    state: Any = part._get_fsdp_state()
+    check_private(state, "_comm_ctx")
+    context: object = state._comm_ctx
+    return context
+
+
 def _groups(part: FSDPModule) -> list[Any]:
     """Return a module's parameter groups, each of which torch gathers together."""
     state: Any = part._get_fsdp_state()
@@ -266,8 +285,18 @@ def _groups(part: FSDPModule) -> list[Any]:
 
 def _connections(group: Any) -> list[Any]:
     """Return the process groups that gather and reduce a group of parameters."""
-    connections = (getattr(group.mesh_info, name, None) for name in ("shard_process_group", "replicate_process_group"))
+    names = ("shard_process_group", "reduce_scatter_process_group", "replicate_process_group")
+    connections = [getattr(group.mesh_info, name) for name in names if hasattr(group.mesh_info, name)]
+    if not connections:
+        check_private(group.mesh_info, "shard_process_group")
     return [connection for connection in connections if connection is not None]
+
+
+def _set_timeout(timeout: timedelta, connection: Any) -> None:
+    """Limit the time of later collectives on a process group; the function is public since torch 2.14."""
+    public: Any = getattr(dist, "set_timeout", None)
+    limit = find_private("torch.distributed.distributed_c10d._set_pg_timeout") if public is None else public
+    limit(timeout, connection)
 
 
 def _is_done(group: Any) -> bool:

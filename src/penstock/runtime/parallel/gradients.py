@@ -108,16 +108,16 @@ class HookGuard:
         try:
             yield
         except PipelineError:  # from another rank, which gives the reason
-            self._restore(self._changed())
+            self._restore(self._find_changed())
             raise
         except Exception as error:
-            self._refuse(self._changed(), error)
+            self._refuse(self._find_changed(), error)
             raise
-        self._refuse(self._changed(), None)
+        self._refuse(self._find_changed(), None)
         self._known |= self._copies.keys()
         self._copies = {}
 
-    def _changed(self) -> list[tuple[str, nn.Parameter]]:
+    def _find_changed(self) -> list[tuple[str, nn.Parameter]]:
         """Return the weights whose version, memory or, if they were copied, values have changed."""
         changed = []
         for name, parameter, version, address in self._marks:

@@ -57,7 +57,7 @@ class Prefix:
         part = _here.slice
         if part is None:
             return tensors[0] if len(tensors) == 1 else tensors
-        joined = part.memory.kept(self._owner).extend(part, self._owner, tensors, dim)
+        joined = part.memory.get_kept(self._owner).extend(part, self._owner, tensors, dim)
         return joined[0] if len(joined) == 1 else joined
 
     @property
@@ -289,7 +289,7 @@ class StageMemory:
         self.addresses: dict[int, None] = {}
         """The addresses of the memory that is kept."""
 
-    def kept(self, owner: Hashable) -> KeptTensors:
+    def get_kept(self, owner: Hashable) -> KeptTensors:
         return self._kept.setdefault(owner, KeptTensors())
 
     def list_kept(self) -> list[KeptTensors]:
@@ -344,7 +344,7 @@ class Prefixes:
         microbatch, number = divmod(unit, self.slices)
         memory = self._memory.setdefault((stage, microbatch), StageMemory())
         part = Slice(number, self.slices, memory, share, self.lengths)
-        with _inside(part):
+        with _enter_part(part):
             yield
         memory.check_complete(part)
         self._roots = part.roots if training and not part.last else []
@@ -364,12 +364,12 @@ class Prefixes:
         roots, self._roots = self._roots, []
         return roots
 
-    def around_backward(self, stage: int, unit: int, operation: Callable[..., None]) -> Callable[..., None]:
+    def wrap_backward(self, stage: int, unit: int, operation: Callable[..., None]) -> Callable[..., None]:
         """Wrap the backward of a slice, in which its forward may be run again. Nothing is kept after that of the first slice."""
         microbatch, number = divmod(unit, self.slices)
 
         def backward(*args: Any) -> None:
-            with _inside(Slice(number, self.slices, self._memory[stage, microbatch], lengths=self.lengths, again=True)):
+            with _enter_part(Slice(number, self.slices, self._memory[stage, microbatch], lengths=self.lengths, again=True)):
                 operation(*args)
             if not number:
                 del self._memory[stage, microbatch]
@@ -383,7 +383,7 @@ class Prefixes:
 
 
 @contextmanager
-def _inside(part: Slice) -> Iterator[None]:
+def _enter_part(part: Slice) -> Iterator[None]:
     before, _here.slice = _here.slice, part
     try:
         yield

@@ -41,7 +41,7 @@ _MIXERS: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
 
 def check_sliceable(name: str, module: nn.Module) -> None:
     """Refuse a module that may mix the tokens of a sequence in a way that slices would change."""
-    for path, part in _undeclared(name, module):
+    for path, part in _find_undeclared(name, module):
         kind = type(part).__name__
         reason = next((reason for kinds, reason in _MIXERS if isinstance(part, kinds)), None)
         if isinstance(part, NormBase):
@@ -53,18 +53,18 @@ def check_sliceable(name: str, module: nn.Module) -> None:
         )
 
 
-def _undeclared(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _find_undeclared(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that are not known to treat each token by itself."""
     if getattr(module, DECLARATION, False) is True:
         for name, part in module.named_modules():
             if isinstance(part, NormBase) and getattr(part, DECLARATION, False) is not True:
                 yield f"{path}.{name}", part
         return
-    kind = _own_class(module)
+    kind = _find_class(module)
     if kind in _CONTAINERS:
         for name, child in own_children(module).items():
             if child is not None:
-                yield from _undeclared(f"{path}.{name}", child)
+                yield from _find_undeclared(f"{path}.{name}", child)
     elif not _is_token_wise(kind, module):
         yield path, module
 
@@ -75,7 +75,7 @@ def _is_token_wise(kind: type[nn.Module], module: nn.Module) -> bool:
     return kind in _TOKEN_WISE or (kind in _ALONG_LAST and getattr(module, "dim", None) == -1)
 
 
-def _own_class(module: nn.Module) -> type[nn.Module]:
+def _find_class(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module; `fully_shard` puts one of its own in front of it."""
     kind = type(module)
     return kind.__mro__[2] if len(kind.__mro__) > 2 and kind.__mro__[1].__name__ == "FSDPModule" else kind

@@ -78,7 +78,7 @@ class Deferrable:
 
 
 @contextmanager
-def without_gradients_of(tied: Collection[int]) -> Iterator[None]:
+def refuse_gradients_of(tied: Collection[int]) -> Iterator[None]:
     """A context that refuses to ask autograd for the gradients of these weights, given by their ids."""
     before, here.tied = here.tied, tied
     try:

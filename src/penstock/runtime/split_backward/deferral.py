@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ScheduleError, SplitError, WholeBackwardNeeded
 from penstock.runtime.tensors.dtensor import has_same_placements, redistribute_like
-from penstock.runtime.tensors.layout import match_layout
+from penstock.runtime.tensors.layout import cast_gradient, match_layout
 from penstock.runtime.torch_internals.lookup import find_private
 from penstock.runtime.torch_internals.tensors import find_base, read_version, set_only_hook
 
@@ -124,11 +124,11 @@ class DeferredOperator:
         assert grad is not None
         assert value is not None
         if read_version(value) != self.version:
-            raise changed_in_place(value)
+            raise make_in_place_error(value)
         return grad, value
 
 
-def changed_in_place(value: Tensor) -> SplitError:
+def make_in_place_error(value: Tensor) -> SplitError:
     """Return the error for an input that was changed after a weight was applied to it."""
     return SplitError(
         f"a tensor of shape {list(value.shape)} that a weight was applied to was changed in place before the weight's gradient "
@@ -221,7 +221,7 @@ class GradientAdder:
     def add(self, target: nn.Parameter, grad: Tensor) -> None:
         total = target.grad
         if total is None:
-            grad = grad if grad.dtype == target.dtype else grad.to(target.dtype)
+            grad = cast_gradient(grad, target)
             target.grad = grad if grad.is_contiguous() and target.is_contiguous() else match_layout(grad, target)
         elif total.is_sparse:  # from an operator that was left to autograd
             target.grad = grad + total
@@ -264,7 +264,7 @@ class _RepeatedUses:
         return alone and total is not None and total.dtype == grad.dtype and not total.is_sparse
 
     def add(self, target: nn.Parameter, grad: Tensor) -> None:
-        grad = grad if grad.dtype == target.dtype else grad.to(target.dtype)
+        grad = cast_gradient(grad, target)
         if id(target) in self.sums:
             grad = self.sums.pop(id(target)).add_(grad)
         self.left[id(target)] -= 1
@@ -340,7 +340,7 @@ class _Saved(torch.autograd.Function):
         return anchor.new_empty(0)
 
 
-def active_deferral(weight: Any) -> Deferral | None:
+def get_deferral(weight: Any) -> Deferral | None:
     """Return the deferral to record an operator on this weight in; None inside a compiled function or a function transform."""
     if _is_compiling() or not _is_grad_enabled() or _are_transforms_active():
         return None

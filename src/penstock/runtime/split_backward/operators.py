@@ -20,12 +20,12 @@ from penstock.runtime.split_backward.deferral import (
     Deferral,
     DeferredOperator,
     Grads,
-    active_deferral,
     attach,
     attach_inner,
     attach_product,
-    changed_in_place,
+    get_deferral,
     has_saved_tensor_hooks,
+    make_in_place_error,
 )
 from penstock.runtime.tensors.dtensor import redistribute_like
 from penstock.runtime.torch_internals.lookup import check_private
@@ -41,7 +41,7 @@ _HAS_FUSED_RMS_NORM = hasattr(_aten, "_fused_rms_norm") and hasattr(_aten, "_fus
 
 def _stand_in(weight: Any) -> tuple[Deferral | None, Tensor | None]:
     """Return the active deferral and the weight's stand-in; None if it cannot be deferred. A `DTensor` can be only in linear maps."""
-    deferral = active_deferral(weight)
+    deferral = get_deferral(weight)
     stand_in = None if deferral is None else deferral.stand_ins.get(id(weight))
     return deferral, stand_in if type(stand_in) is Tensor else None
 
@@ -53,7 +53,7 @@ def _stand_ins(weight: Any, bias: Any) -> tuple[Deferral | None, Tensor | None, 
     return deferral, stand_in, bias if bias_in is None else bias_in, None if bias_in is None else bias
 
 
-def _saved_input(value: Tensor, out: Tensor) -> Tensor:
+def _save_input(value: Tensor, out: Tensor) -> Tensor:
     """Return the input as the weight's gradient needs it: detached, in the dtype that autocast ran the operator in."""
     return value.detach() if value.dtype is out.dtype else value.detach().to(out.dtype)
 
@@ -69,7 +69,7 @@ It matters when the output is hooked and then changed in place."""
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - the operator's own name
-    deferral = active_deferral(weight)
+    deferral = get_deferral(weight)
     stand_in = None if deferral is None else deferral.stand_ins.get(id(weight))
     dims = input.dim()
     if deferral is None or stand_in is None or dims < 1 or input.is_nested:
@@ -78,20 +78,20 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     added, wanted = (bias, None) if bias_in is None else (bias_in, bias)
     if type(stand_in) is not Tensor:
         out = _linear(input, stand_in, added)
-        return attach(out, DeferredOperator(deferral, _saved_input(input, out), weight, wanted, _dtensor_linear_grads))
+        return attach(out, DeferredOperator(deferral, _save_input(input, out), weight, wanted, _dtensor_linear_grads))
     if dims == 2:
         out = _linear(input, stand_in, added)
-        return attach(out, DeferredOperator(deferral, _saved_input(input, out), weight, wanted, _linear_grads, fuse=_fuse_linear))
+        return attach(out, DeferredOperator(deferral, _save_input(input, out), weight, wanted, _linear_grads, fuse=_fuse_linear))
     # As torch does for a weight that requires a gradient: one product over all rows, with the bias fused or added afterwards.
     whole = added is not None and input.is_contiguous()
     if whole and input.requires_grad:
         out = _linear(input, stand_in, added)
-        attach_product(out, DeferredOperator(deferral, _saved_input(input, out), weight, wanted, _linear_grads, fuse=_fuse_linear))
+        attach_product(out, DeferredOperator(deferral, _save_input(input, out), weight, wanted, _linear_grads, fuse=_fuse_linear))
         return out
     rows = input.reshape(-1, input.shape[-1])
     out = _linear(rows, stand_in, added if whole else None)
     out = attach_inner(
-        out, DeferredOperator(deferral, _saved_input(rows, out), weight, wanted if whole else None, _linear_grads, fuse=_fuse_linear)
+        out, DeferredOperator(deferral, _save_input(rows, out), weight, wanted if whole else None, _linear_grads, fuse=_fuse_linear)
     )
     shape = [*input.shape[:-1], out.shape[-1]]
     product: Tensor = out.view(shape) if whole and _LINEAR_RETURNS_VIEW else unsafe_view(out, shape)
@@ -205,14 +205,14 @@ def _convolution(original: Callable[..., Tensor], transposed: bool) -> Callable[
             return original(input, weight, bias, *args, **named)
         out = original(input, stand_in, added, *args, **named)
         groups = options.pop("groups")
-        sizes = {name: _per_dimension(size, weight.dim() - 2) for name, size in options.items()}
+        sizes = {name: _expand_sizes(size, weight.dim() - 2) for name, size in options.items()}
         extra = (stand_in, sizes["stride"], sizes["padding"], sizes["dilation"], transposed, sizes["output_padding"], groups)
-        return attach(out, DeferredOperator(deferral, _saved_input(input, out), weight, wanted, _convolution_grads, extra=extra))
+        return attach(out, DeferredOperator(deferral, _save_input(input, out), weight, wanted, _convolution_grads, extra=extra))
 
     return convolution
 
 
-def _per_dimension(size: int | Sequence[int], count: int) -> list[int]:
+def _expand_sizes(size: int | Sequence[int], count: int) -> list[int]:
     sizes = [size] if isinstance(size, int) else list(size)
     return sizes * count if len(sizes) == 1 else sizes
 
@@ -241,7 +241,7 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
 def _bilinear_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
     other, version = extra
     if read_version(other) != version:
-        raise changed_in_place(other)
+        raise make_in_place_error(other)
     return _aten._trilinear(value, grad, other, [1, 3], [2, 3], [1, 2], [0]), None
 
 
@@ -257,12 +257,12 @@ def _product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return original(value, weight)
         if weight.dim() == 3 and value.dim() == 3 and value.shape[0] == weight.shape[0]:
             out = original(value, stand_in)
-            return attach(out, DeferredOperator(deferral, _saved_input(value, out), weight, None, _batched_grads))
+            return attach(out, DeferredOperator(deferral, _save_input(value, out), weight, None, _batched_grads))
         if weight.dim() != 2 or value.dim() < 2:
             return original(value, weight)
         rows = value if value.dim() == 2 else value.reshape(-1, value.shape[-1])
         out = original(rows, stand_in)
-        deferred = DeferredOperator(deferral, _saved_input(rows, out), weight, None, _product_grads)
+        deferred = DeferredOperator(deferral, _save_input(rows, out), weight, None, _product_grads)
         if value.dim() == 2:
             return attach(out, deferred)
         reshaped: Tensor = unsafe_view(attach_inner(out, deferred), [*value.shape[:-1], out.shape[-1]])
@@ -293,7 +293,7 @@ def _sum_product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if deferral is None or stand_in is None or bias.dim() != 1 or id(value) in deferral.stand_ins:
             return original(bias, value, weight)
         out = original(added, value, stand_in)
-        return attach(out, DeferredOperator(deferral, _saved_input(value, out), weight, wanted, _product_grads))
+        return attach(out, DeferredOperator(deferral, _save_input(value, out), weight, wanted, _product_grads))
 
     return sum_product
 

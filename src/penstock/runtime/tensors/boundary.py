@@ -203,14 +203,14 @@ def _map_once(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Map the tensors of a tree; one that occurs several times is mapped once."""
     changed: dict[int, Tensor] = {}
 
-    def once(leaf: Any) -> Any:
+    def copy_once(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in changed:
             changed[id(leaf)] = change(leaf)
         return changed[id(leaf)]
 
-    return pytree.tree_map(once, value)
+    return pytree.tree_map(copy_once, value)
 
 
 def make_message(
@@ -347,7 +347,7 @@ class WatchedInputs:
 
         return _map_once(value, stand_in)
 
-    def guarded(self, others: Sequence[int]) -> dict[int, str]:
+    def list_guarded(self, others: Sequence[int]) -> dict[int, str]:
         """Return why the next stages must not change these inputs either, by the address of their memory.
 
         `others` are the other stages that read the same inputs.
@@ -357,7 +357,7 @@ class WatchedInputs:
         reasons = ((leaf, shared or self.reasons.get(id(leaf))) for leaf in tensors)
         return {leaf.untyped_storage().data_ptr(): reason for leaf, reason in reasons if reason is not None}
 
-    def changed(self, copies: Collection[int] = ()) -> tuple[bool, str | None]:
+    def find_changed(self, copies: Collection[int] = ()) -> tuple[bool, str | None]:
         """Return whether an input was changed, and if that is not allowed, why.
 
         `copies` are the ids of inputs that the stage has copied itself and whose copies it has changed.

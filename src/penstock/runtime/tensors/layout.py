@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype that sums of a parameter's gradients are kept in: `Tensor.grad_dtype`, or its own if any dtype is allowed."""
+    return parameter.grad_dtype or parameter.dtype
+
+
+def cast_gradient(grad: Tensor, parameter: Tensor) -> Tensor:
+    """Cast a gradient as autograd does before it adds the gradient to a parameter's: not at all if any dtype is allowed."""
+    dtype = parameter.grad_dtype
+    return grad if dtype is None or dtype == grad.dtype else grad.to(dtype)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -31,9 +43,8 @@ def add_gradients(one: Tensor, other: Tensor) -> Tensor:
 
 
 def round_gradient(total: Tensor, parameter: Tensor) -> Tensor:
-    """Copy a gradient sum into a tensor with the parameter's dtype and the strides of `match_layout`."""
-    if total.is_sparse:
-        return total.coalesce().to(parameter.dtype, copy=True)
-    if type(total) is not Tensor or type(parameter) not in (Tensor, nn.Parameter):
-        return total.to(parameter.dtype, copy=True)
-    return match_layout(total.to(parameter.dtype, copy=True), parameter)
+    """Copy a gradient sum into a tensor with the dtype of the parameter's gradients and the strides of `match_layout`."""
+    rounded = (total.coalesce() if total.is_sparse else total).to(gradient_dtype(parameter), copy=True)
+    if total.is_sparse or type(total) is not Tensor or type(parameter) not in (Tensor, nn.Parameter):
+        return rounded
+    return match_layout(rounded, parameter)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.runtime.torch_internals.lookup import find_private
+from penstock.runtime.torch_internals.lookup import check_names, find_private
 
-find_private("torch.utils._python_dispatch.TorchDispatchMode")
+check_names("torch.utils._python_dispatch.TorchDispatchMode")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402 - after the clear error
 

@@ -25,11 +25,18 @@ def find_private(name: str) -> Any:
     return value
 
 
+def check_names(*names: str) -> None:
+    """Check that torch has these private dotted names, before a module imports them."""
+    for name in names:
+        find_private(name)
+
+
 def check_private(value: Any, *attributes: str) -> None:
-    """Check that an object of torch has these private attributes."""
+    """Check that an object or a class of torch has these private attributes."""
+    kind = value if isinstance(value, type) else type(value)
     for attribute in attributes:
         if not hasattr(value, attribute):
-            raise _describe_absence(f"{type(value).__module__}.{type(value).__qualname__}.{attribute}")
+            raise _describe_absence(f"{kind.__module__}.{kind.__qualname__}.{attribute}")
 
 
 def _describe_absence(name: str) -> TorchVersionError:

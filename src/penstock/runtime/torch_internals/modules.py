@@ -7,10 +7,9 @@ from operator import attrgetter
 
 from torch import Tensor, nn
 
-from penstock.runtime.torch_internals.lookup import check_private, find_private
+from penstock.runtime.torch_internals.lookup import check_names, check_private
 
-for _name in ("batchnorm._NormBase", "batchnorm._BatchNorm", "instancenorm._InstanceNorm"):
-    find_private(f"torch.nn.modules.{_name}")
+check_names("torch.nn.modules.batchnorm._NormBase", "torch.nn.modules.batchnorm._BatchNorm", "torch.nn.modules.instancenorm._InstanceNorm")
 
 # Imported after the clear error above, and by name, so that types are known.
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # noqa: E402

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from penstock.runtime.torch_internals.lookup import find_private
+from penstock.runtime.torch_internals.lookup import check_names
 
 __all__ = ["register_pytree_node", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_structure", "tree_unflatten"]
 
-for _name in __all__:
-    find_private(f"torch.utils._pytree.{_name}")
+check_names(*(f"torch.utils._pytree.{name}" for name in __all__))
 
 from torch.utils._pytree import (  # noqa: E402 - after the clear error
     register_pytree_node,

@@ -11,20 +11,22 @@ from torch import Tensor
 
 from penstock.runtime.torch_internals.lookup import check_private, find_private
 
-check_private(torch.empty(0), "_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks", "_values", "_nnz")
+check_private(torch.empty(0), "_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks", "_values", "_nnz", "_is_view")
 check_private(torch.empty(0).untyped_storage(), "_cdata")
 
 read_version: Callable[[Tensor], int] = attrgetter("_version")
 """How often a tensor was changed in place. Inference tensors have none."""
 find_base: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """The tensor that this one is a view of."""
+is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
+"""Whether a tensor is a view of another one, as far as autograd tracks it."""
 gradient_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 """The hooks of `register_hook`; None or empty if there are none."""
 post_accumulate_hooks: Callable[[Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
 """The hooks of `register_post_accumulate_grad_hook`; None or empty if there are none."""
 identify_storage: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """A number that all Python objects of one storage share."""
-sparse_values: Callable[[Tensor], Tensor] = methodcaller("_values", "_nnz")
+sparse_values: Callable[[Tensor], Tensor] = methodcaller("_values")
 """The values of a sparse tensor themselves, not a detached copy."""
 count_sparse_values: Callable[[Tensor], int] = methodcaller("_nnz")
 unsafe_view: Any = find_private("torch.ops.aten._unsafe_view")

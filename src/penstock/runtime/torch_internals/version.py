@@ -24,8 +24,8 @@ def is_supported(version: str) -> bool:
 
 
 def check_torch_version(version: str) -> None:
-    """Raise `TorchVersionError` if the runtime does not work with this version of torch."""
+    """Raise `TorchVersionError` if `penstock.runtime` and `penstock.compat.torch` do not work with this version of torch."""
     if not is_supported(version):
         raise TorchVersionError(
-            f"penstock.runtime works with torch {describe_range()}, and torch {version} is installed: pip install 'penstock[torch]'"
+            f"penstock works with torch {describe_range()}, and torch {version} is installed: pip install 'penstock[torch]'"
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.errors import ScheduleError
 from penstock.runtime.launch.workers import Workers
-from penstock.runtime.transport.current_group import join, under_torchrun
+from penstock.runtime.transport.current_group import is_under_torchrun, join
 
 OnProgress = Callable[[Any], None]
 """Receives the progress of a run, in the process of the command."""
@@ -46,7 +46,7 @@ class RankProcesses(ABC):
 @contextlib.contextmanager
 def open_ranks(ranks: int | None) -> Iterator[RankProcesses]:
     """Start this many processes, which end with the block; under `torchrun`, use those that it started."""
-    if under_torchrun():
+    if is_under_torchrun():
         group = join()
         if ranks is not None and ranks != group.ranks:
             raise ScheduleError(f"{ranks} ranks, but torchrun has started {group.ranks} processes: start as many, or leave the number out")

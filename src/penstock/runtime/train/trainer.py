@@ -165,7 +165,7 @@ class TrainingOptions:
     open_metrics: Callable[[], AbstractContextManager[OnStep | None]] = nullcontext
     """Opens what gets the metrics of each step; called on every rank."""
 
-    def own_device(self) -> torch.device:
+    def claim_device(self) -> torch.device:
         """This rank's device; for `cuda`, a GPU of its own on this machine."""
         return claim_gpu(rank()) if self.device == "cuda" else torch.device(self.device)
 
@@ -235,7 +235,7 @@ class _TrainingRun:
 
     def __init__(self, file: TrainingFile, plan: Any, options: TrainingOptions, report: OnProgress, on_step: OnStep | None) -> None:
         self.file, self.options, self.report = file, options, report
-        self.device = options.own_device()
+        self.device = options.claim_device()
         self.data = file.load_data()
         model = file.build_model(options.seed)
         if options.check:
@@ -319,7 +319,7 @@ def _profile_layers(file: TrainingFile, options: TrainingOptions, sizes: Sequenc
         split=file.split,
         microbatch_sizes=sizes,
         optimizer=file.build_optimizer,
-        device=options.own_device(),
+        device=options.claim_device(),
         progress=lambda activity, done, total: report(TrainingProgress(activity)),
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.runtime.device.timing import clock
 from penstock.runtime.tensors.boundary import load_pickler
-from penstock.runtime.transport.message_format import LENGTH, OVERFLOW, TRAILER, empty, trailer
+from penstock.runtime.transport.message_format import LENGTH, OVERFLOW, TRAILER, allocate_bytes, trailer
 
 if TYPE_CHECKING:
     from penstock.runtime.transport.processes import Processes
@@ -64,7 +64,7 @@ class AllGather:
         return [pickle.loads(values[(place - other) % count]) for other in range(count)]
 
     def _send(self, target: int, data: bytes, name: str) -> None:
-        frame = empty(_FRAME)
+        frame = allocate_bytes(_FRAME)
         words, fits = trailer(frame), len(data) <= _FRAME - TRAILER
         words[LENGTH], words[OVERFLOW] = len(data), 0 if fits else len(data)
         if fits:
@@ -91,7 +91,7 @@ class AllGather:
             words = trailer(frame)
             length, overflow = words[LENGTH], words[OVERFLOW]
             if overflow:
-                frame = empty(overflow)
+                frame = allocate_bytes(overflow)
                 self.group.connection.recv([frame], source, self.tag + 1).wait(timeout)
             self._post(source)
         except (RuntimeError, AttributeError, KeyError) as error:  # the latter two: the connection was closed meanwhile
@@ -101,7 +101,7 @@ class AllGather:
         return ctypes.string_at(frame.data_ptr(), length)
 
     def _post(self, source: int) -> None:
-        frame = empty(_FRAME)
+        frame = allocate_bytes(_FRAME)
         self._posted[source] = self.group.connection.recv([frame], source, self.tag), frame
 
     def drop(self) -> None:

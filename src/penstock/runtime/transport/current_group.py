@@ -49,7 +49,7 @@ def get_group(within: Any = None, transport: str = "auto") -> tuple[Group, int]:
     """
     if within is None and _current.group is not None:
         return _current.group, _current.rank
-    if within is None and not under_torchrun():
+    if within is None and not is_under_torchrun():
         return VirtualGroup(1), 0
     joined = join(within, transport)
     return joined, joined.rank
@@ -57,12 +57,12 @@ def get_group(within: Any = None, transport: str = "auto") -> tuple[Group, int]:
 
 def rank() -> int:
     """The rank that this code runs on; 0 outside `launch` and `torchrun`."""
-    if _current.group is None and under_torchrun():
+    if _current.group is None and is_under_torchrun():
         return dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
     return _current.rank
 
 
-def under_torchrun() -> bool:
+def is_under_torchrun() -> bool:
     """Whether the processes were started by `torchrun`, or torch.distributed is initialised already."""
     return dist.is_initialized() or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
 
@@ -114,7 +114,7 @@ def _connect_once(name: str, rank: int, ranks: int, transport: str) -> Processes
     if name not in _joined or _joined[name].closed:
         _warn_of_restarts(rank)
         store: Any = PrefixStore(
-            f"penstock/{_this_start()}/{name}", find_private("torch.distributed.distributed_c10d._get_default_store")()
+            f"penstock/{_name_start()}/{name}", find_private("torch.distributed.distributed_c10d._get_default_store")()
         )
         _joined[name] = Processes(store.clone(), rank, ranks, CONNECT, transport)
     return _joined[name]
@@ -122,7 +122,7 @@ def _connect_once(name: str, rank: int, ranks: int, transport: str) -> Processes
 
 def refuse_threads() -> None:
     """Refuse a device mesh if the ranks are threads, or there is only this process."""
-    if isinstance(_current.group, VirtualGroup) or not under_torchrun():
+    if isinstance(_current.group, VirtualGroup) or not is_under_torchrun():
         raise ScheduleError("a device mesh is of processes: launch with backend='gloo' or torchrun rather than on threads")
 
 
@@ -137,12 +137,12 @@ def initialise() -> None:
         dist.init_process_group(default_backend())
         return
     store, number, ranks = next(rendezvous("env://"))
-    prefix = f"penstock/{_this_start()}/torch"
+    prefix = f"penstock/{_name_start()}/torch"
     dist.init_process_group(default_backend(), store=PrefixStore(prefix, store), rank=number, world_size=ranks)
-    _initialised.append(_this_start())
+    _initialised.append(_name_start())
 
 
-def _this_start() -> str:
+def _name_start() -> str:
     """A name that tells this start of the processes from earlier ones, whose keys `torchrun` keeps in its store."""
     return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{os.environ.get('WORLD_SIZE', '1')}"
 

@@ -156,7 +156,7 @@ class DirectOutbox(_DirectEnd, Outbox):
         self.sends.clear()
         self._oldest = 0
 
-    def new_forms(self) -> list[tuple[int, Any]]:
+    def list_new_forms(self) -> list[tuple[int, Any]]:
         return list(enumerate(self.forms)) if self.agreement.learning else []
 
     def put(self, value: Any) -> None:
@@ -171,7 +171,7 @@ class DirectOutbox(_DirectEnd, Outbox):
             text = f"{self.group.describe_rank(rank)} made {what} {number} of the form {Form.of(value)}, but earlier steps had {form}"
             raise self.group.report_failure(rank, f"{text}: on this device only a step whose inputs change may change them")
         if self.has_plain:
-            self.ahead.put(form.plain(value))
+            self.ahead.put(form.list_plain(value))
         try:
             connection, peer = self.group.device_connection(self.route, self.route[1])
             sends = self.sends[number] = []

@@ -177,7 +177,7 @@ class FailureBoard:
                 known = self.store.compare_set("returned", known, entry).decode()
             self.notices.post(f"rank {self.rank} returned at {time.time_ns()}")
 
-    def first_return(self) -> tuple[int, int] | None:
+    def find_first_return(self) -> tuple[int, int] | None:
         """The fewest exchanges after which a rank has returned, and that rank; None while none has."""
         known = self._get("returned")
         if known is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from penstock.runtime.device.timing import clock
-from penstock.runtime.transport.group import EMPTY, Inbox, Operation, Outbox, Route, describe_other_program, nothing
+from penstock.runtime.transport.group import EMPTY, Inbox, Operation, Outbox, Route, describe_other_program, do_nothing
 from penstock.runtime.transport.message_format import (
     NUMBER,
     OVERFLOW,
@@ -19,7 +19,7 @@ from penstock.runtime.transport.message_format import (
     TRAILER,
     Form,
     SendFrame,
-    empty,
+    allocate_bytes,
     pack_new,
     trailer,
     unpack_new,
@@ -119,7 +119,7 @@ class FramedOutbox(_FramedEnd, Outbox):
         self._send(number, self._take_frame(size), len(overflow))
         self._dispatch(number, [overflow], self.tag + 1, overflow)
 
-    def new_forms(self) -> list[tuple[int, Any]]:
+    def list_new_forms(self) -> list[tuple[int, Any]]:
         return [(number, self.forms[number]) for number in self._new]
 
     def _take_frame(self, size: int) -> SendFrame:
@@ -180,7 +180,7 @@ class FramedInbox(_FramedEnd, Inbox):
         number = len(self.order)
         self.order.append(cell)
         self.times.append((0, 0, 0))
-        return partial(self._post_through, number) if self._in_turn else nothing
+        return partial(self._post_through, number) if self._in_turn else do_nothing
 
     def post_in_turn(self) -> None:
         self._in_turn = True
@@ -190,14 +190,14 @@ class FramedInbox(_FramedEnd, Inbox):
         self.posted.clear()
         largest = max((form.size for form in self.forms), default=TRAILER)
         self.ahead = min(AHEAD, max(2, AHEAD_BYTES // largest))
-        self._post(empty(TRAILER), TAGS[self.route[2]])
+        self._post(allocate_bytes(TRAILER), TAGS[self.route[2]])
         self._next = 0
         self._post_through(min(self.ahead, len(self.order)) - 1)
 
     def _post_through(self, number: int) -> None:
         """Post the receives up to this message."""
         while self._next <= number:
-            self._post(self.forms[self._next].frame() if self._next < len(self.forms) else empty(TRAILER), self.tag)
+            self._post(self.forms[self._next].frame() if self._next < len(self.forms) else allocate_bytes(TRAILER), self.tag)
             self._next += 1
 
     def _post(self, frame: Tensor, tag: int) -> None:
@@ -242,7 +242,7 @@ class FramedInbox(_FramedEnd, Inbox):
 
     def _learn(self, number: int, size: int) -> Any:
         """Receive a value of a new form, which follows in a message of its own."""
-        frame = empty(size)
+        frame = allocate_bytes(size)
         try:
             self.group.connection.recv([frame], self.source, self.tag + 1).wait(self.timeout)
         except (RuntimeError, AttributeError) as error:

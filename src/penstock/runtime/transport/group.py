@@ -30,7 +30,7 @@ EMPTY = _Empty()
 """Marks a cell as empty, because None may be a message. `Inbox.pull` fills the cells that hold it."""
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     """An operation that does nothing."""
 
 
@@ -70,7 +70,7 @@ class Outbox(ABC):
     def settle(self) -> None:  # noqa: B027
         """Let go of all messages of a step that is over, on groups that are `direct`: the receiver has taken them. Does not raise."""
 
-    def new_forms(self) -> list[tuple[int, Any]]:
+    def list_new_forms(self) -> list[tuple[int, Any]]:
         """The messages of the last step whose form (tree, shapes, types) was new: their numbers in the step, and the forms."""
         return []
 

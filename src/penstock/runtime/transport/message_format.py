@@ -38,7 +38,7 @@ def trailer(frame: Tensor) -> Any:
     return _Words.from_address(frame.data_ptr() + frame.numel() * frame.element_size() - TRAILER)
 
 
-def empty(size: int) -> Tensor:
+def allocate_bytes(size: int) -> Tensor:
     """An uninitialised buffer of so many bytes."""
     return torch.empty(size, dtype=torch.uint8)
 
@@ -49,7 +49,7 @@ class SendFrame:
     __slots__ = ("address", "buffers", "size", "words")
 
     def __init__(self, size: int) -> None:
-        frame = empty(size)
+        frame = allocate_bytes(size)
         self.size, self.buffers, self.address, self.words = size, [frame], frame.data_ptr(), trailer(frame)
 
 
@@ -140,7 +140,7 @@ class Form:
     @classmethod
     def of(cls, value: Any) -> Form:
         parts, spec = _flatten(value)
-        end, first = 0, _first_places(parts)
+        end, first = 0, _find_first_places(parts)
         leaves: list[Any] = []
         for place, part in enumerate(parts):
             if first[place] != place:
@@ -164,7 +164,7 @@ class Form:
                 value = value[0] if type(value) is list and len(value) == 1 else None
             return type(value) is Tensor and self.alone.fits(value)
         parts, spec = _flatten(value)
-        if not (spec == self.spec and len(parts) == len(self.leaves) and _first_places(parts) == self.first):
+        if not (spec == self.spec and len(parts) == len(self.leaves) and _find_first_places(parts) == self.first):
             return False
         return all(_part_fits(part, leaf, plain) for part, leaf in zip(parts, self.leaves, strict=True))
 
@@ -193,7 +193,7 @@ class Form:
         """The value's tensors and plain values."""
         return _flatten(value)[0]
 
-    def plain(self, value: Any) -> list[Any]:
+    def list_plain(self, value: Any) -> list[Any]:
         """The value's plain values."""
         return [part for part, leaf in zip(self.parts(value), self.leaves, strict=True) if type(leaf) not in (Leaf, Repeated)]
 
@@ -211,12 +211,12 @@ class Form:
         return _rebuild_form, (tree, self.leaves, self.size)
 
     def __str__(self) -> str:
-        def one(leaf: Any) -> str:
+        def describe_leaf(leaf: Any) -> str:
             if type(leaf) is Repeated:
                 return f"the {leaf.place + 1}. again"
             return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if type(leaf) is Leaf else repr(leaf)
 
-        return ", ".join(map(one, self.leaves)) or "nothing"
+        return ", ".join(map(describe_leaf, self.leaves)) or "nothing"
 
 
 def _rebuild_form(tree: Any, leaves: tuple[Any, ...], size: int) -> Form:
@@ -232,8 +232,8 @@ def pack_new(value: Any) -> tuple[Form, Tensor]:
     """Pack a value behind its form, for the receiver to learn."""
     form = Form.of(value)
     pickled = load_pickler().dumps(form)
-    at = _after(len(pickled))
-    frame = empty(at + form.size)
+    at = _align(len(pickled))
+    frame = allocate_bytes(at + form.size)
     ctypes.c_int64.from_address(frame.data_ptr()).value = len(pickled)
     ctypes.memmove(frame.data_ptr() + 8, pickled, len(pickled))
     form.pack(value, frame.data_ptr() + at)
@@ -245,11 +245,11 @@ def unpack_new(frame: Tensor) -> tuple[Form, Any]:
     length = ctypes.c_int64.from_address(frame.data_ptr()).value
     form: Form = pickle.loads(ctypes.string_at(frame.data_ptr() + 8, length))
     body = form.frame()
-    ctypes.memmove(body.data_ptr(), frame.data_ptr() + _after(length), form.size)
+    ctypes.memmove(body.data_ptr(), frame.data_ptr() + _align(length), form.size)
     return form, form.unpack(body)
 
 
-def _after(length: int) -> int:
+def _align(length: int) -> int:
     return -(-(8 + length) // _ALIGN) * _ALIGN
 
 
@@ -257,7 +257,7 @@ def _contiguous(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def _first_places(parts: Sequence[Any]) -> list[int]:
+def _find_first_places(parts: Sequence[Any]) -> list[int]:
     """Per part, the first place that holds the same tensor."""
     seen: dict[int, int] = {}
     return [seen.setdefault(id(part), place) if isinstance(part, Tensor) else place for place, part in enumerate(parts)]

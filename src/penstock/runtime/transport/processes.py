@@ -185,7 +185,7 @@ class Processes(Group):
             if self.connection is None:
                 continue
             if notices.have_come() or board is not seen:
-                seen, failed, first_return = board, board.has_failure(), board.first_return()
+                seen, failed, first_return = board, board.has_failure(), board.find_first_return()
             if failed:
                 board.post_activity(self._activity.describe())
             elif (gone := self._find_outrun(first_return)) is not None:

@@ -177,14 +177,14 @@ class VirtualGroup(Group):
         if failure.fatal or rank not in failure.raised:
             self._raise(rank)
         until = time.monotonic() + deadline
-        while not self._recovered():
+        while not self._recover():
             if self.failure is not failure or failure.fatal:  # the others have started again, and failed again
                 self._raise(rank)
             if time.monotonic() > until:
                 raise PipelineError(f"rank {rank} waited {deadline:g} s for the others to begin again after a failure\n{self.report()}")
             self._sleep(rank, lambda: False, 0.01 if self.parallel else deadline)
 
-    def _recovered(self) -> bool:
+    def _recover(self) -> bool:
         """Whether the failure is over: once every remaining rank has raised it, everything of the failed step is removed."""
         with self._change:
             if self.failure is None:
@@ -228,10 +228,10 @@ class VirtualGroup(Group):
         return self._channels.setdefault(route, ThreadChannel())
 
     def outbox(self, route: Route, slots: int, program: int, deadline: float) -> Outbox:
-        return _Outbox(self, route, slots, program, deadline)
+        return _ThreadOutbox(self, route, slots, program, deadline)
 
     def inbox(self, route: Route, program: int, deadline: float) -> Inbox:
-        return _Inbox(self, route, program, deadline)
+        return _ThreadInbox(self, route, program, deadline)
 
     def gather(self, rank: int, name: str, value: Any, deadline: float) -> list[Any]:
         self.enter(rank, deadline)
@@ -261,7 +261,7 @@ class VirtualGroup(Group):
         return values
 
 
-class _Outbox(Outbox):
+class _ThreadOutbox(Outbox):
     def __init__(self, group: VirtualGroup, route: Route, slots: int, program: int, deadline: float) -> None:
         self.group, self.route, self.slots, self.program, self.deadline = group, route, slots, program, deadline
         self.channel = group.channel(route)
@@ -281,7 +281,7 @@ class _Outbox(Outbox):
             self.group.notify()
 
 
-class _Inbox(Inbox):
+class _ThreadInbox(Inbox):
     """Puts messages into the cells for which receives were posted, in order."""
 
     def __init__(self, group: VirtualGroup, route: Route, program: int, deadline: float) -> None:

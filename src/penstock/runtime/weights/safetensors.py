@@ -106,7 +106,7 @@ class Safetensors:
     def __call__(self, model: nn.Module | OwnedTensors) -> None:
         owned = OwnedTensors.of(model)
         files = self.files()
-        tensors = {id(tensor): tensor for _, tensor in owned.named()}
+        tensors = {id(tensor): tensor for _, tensor in owned.list_tensors()}
         optional = _non_persistent(owned)
         for ident, names in owned.names().items():
             saved = [name for name in map(self.rename, names) if name in files]

@@ -44,17 +44,17 @@ class OwnedTensors:
         """All tensors of a plain model."""
         if isinstance(model, OwnedTensors):
             return model
-        return cls({"": model}, frozenset(id(tensor) for _, tensor in named_tensors("", model)))
+        return cls({"": model}, frozenset(id(tensor) for _, tensor in list_tensors("", model)))
 
-    def named(self) -> Iterator[tuple[str, Tensor]]:
+    def list_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters and buffers of the model, also those of other ranks, under each of their names."""
         for prefix, module in self.modules.items():
-            yield from named_tensors(prefix, module)
+            yield from list_tensors(prefix, module)
 
     def names(self) -> dict[int, list[str]]:
         """The names of each tensor that needs values, by identity."""
         names: dict[int, list[str]] = {}
-        for name, tensor in self.named():
+        for name, tensor in self.list_tensors():
             if id(tensor) in self.idents:
                 names.setdefault(id(tensor), []).append(name)
         return names
@@ -70,9 +70,9 @@ class OwnedTensors:
                     continue
         raise WeightsError(f"the model has no part {name!r}")
 
-    def without_values(self) -> OwnedTensors:
+    def select_unset(self) -> OwnedTensors:
         """Those that are still on the meta device."""
-        missing = frozenset(id(tensor) for _, tensor in self.named() if id(tensor) in self.idents and tensor.is_meta)
+        missing = frozenset(id(tensor) for _, tensor in self.list_tensors() if id(tensor) in self.idents and tensor.is_meta)
         return OwnedTensors(self.modules, missing)
 
 
@@ -97,7 +97,7 @@ class WeightSource(Protocol):
 Weights = WeightSource | Sequence[WeightSource] | None
 
 
-def named_tensors(prefix: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def list_tensors(prefix: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All parameters and buffers of a module, under each of their names."""
     yield from module.named_parameters(prefix, remove_duplicate=False)
     yield from module.named_buffers(prefix, remove_duplicate=False)
@@ -106,7 +106,7 @@ def named_tensors(prefix: str, module: nn.Module) -> Iterator[tuple[str, Tensor]
 def give_weights(weights: Weights, model: Any, partition: Partition, stages: Iterable[int]) -> None:
     """Give values to the tensors of these stages from one source after the other; raises if a tensor is left without values."""
     parts = [part for index in stages if (part := partition.parts[index]) is not None]
-    tensors = [tensor for part in parts for layer in part.modules for _, tensor in named_tensors("", layer)]
+    tensors = [tensor for part in parts for layer in part.modules for _, tensor in list_tensors("", layer)]
     if isinstance(model, nn.Module):
         modules: dict[str, nn.Module] = {"": model}
     else:
@@ -114,8 +114,8 @@ def give_weights(weights: Weights, model: Any, partition: Partition, stages: Ite
     owned = OwnedTensors(modules, frozenset(map(id, tensors)))
     sources = [] if weights is None else [weights] if callable(weights) else list(weights)
     for number, source in enumerate(sources):
-        source(owned if number == 0 else owned.without_values())
-    missing = [names[0] for names in owned.without_values().names().values()]
+        source(owned if number == 0 else owned.select_unset())
+    missing = [names[0] for names in owned.select_unset().names().values()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         advice = "weights= gave it none" if sources else "give Pipeline(weights=...), for example Initial(seed=0)"
@@ -195,7 +195,7 @@ class Initial:
         with preserve_random_state(), torch.no_grad():
             for name, module in _submodules_first(owned):
                 self._initialise(name, module, owned.idents, done)
-        for _, tensor in owned.named():
+        for _, tensor in owned.list_tensors():
             if id(tensor) in done and self.device != "cpu":
                 move(tensor, self.device)
 
@@ -212,7 +212,7 @@ class Initial:
         absent = {key: tensor for key, tensor in direct.items() if tensor.is_meta}
         saved = [(tensor, tensor.clone()) for tensor in direct.values() if id(tensor) in done]
         for tensor in absent.values():
-            put(tensor, torch.full(tensor.shape, _unset_value(tensor.dtype), dtype=tensor.dtype), "cpu")
+            put(tensor, torch.full(tensor.shape, _choose_unset(tensor.dtype), dtype=tensor.dtype), "cpu")
         draw_from(self.seed, name)
         reset = _find_reset(module)
         if self.init is not None:
@@ -263,7 +263,7 @@ def _submodules_first(owned: OwnedTensors) -> Iterator[tuple[str, nn.Module]]:
         yield from walk(prefix, part)
 
 
-def _unset_value(dtype: torch.dtype) -> float | int | bool:
+def _choose_unset(dtype: torch.dtype) -> float | int | bool:
     """The value that marks an element as not set."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
@@ -273,7 +273,7 @@ def _unset_value(dtype: torch.dtype) -> float | int | bool:
 def _is_unset(tensor: Tensor) -> bool:
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return bool(tensor.isnan().any())
-    return tensor.dtype is not torch.bool and tensor.numel() > 0 and bool((tensor == _unset_value(tensor.dtype)).all())
+    return tensor.dtype is not torch.bool and tensor.numel() > 0 and bool((tensor == _choose_unset(tensor.dtype)).all())
 
 
 @dataclass(frozen=True)
@@ -294,11 +294,11 @@ class Built:
         done: set[int] = set()
         with preserve_random_state():
             for name, build in self.builders.items():
-                layer = dict(named_tensors("", owned.submodule(name)))
+                layer = dict(list_tensors("", owned.submodule(name)))
                 new = {key: tensor for key, tensor in layer.items() if id(tensor) in owned.idents and id(tensor) not in done}
                 if new:
                     draw_from(self.seed, name)
-                    built = dict(named_tensors("", build()))
+                    built = dict(list_tensors("", build()))
                     for key, tensor in new.items():
                         put_built(tensor, built.get(key), self.device, key, f"the builder of {name}")
                     done.update(map(id, new.values()))
@@ -321,17 +321,17 @@ class Replayed:
         owned = OwnedTensors.of(model)
         if set(owned.modules) != {""}:
             raise WeightsError("Replayed builds a whole model: give the pipeline one, rather than one module per stage")
-        tensors, names = {id(tensor): tensor for _, tensor in owned.named()}, owned.names()
+        tensors, names = {id(tensor): tensor for _, tensor in owned.list_tensors()}, owned.names()
         with preserve_random_state(), torch.no_grad():
-            registered = self._registered_names()
+            registered = self._list_registered()
             torch.manual_seed(self.seed)
             freeing = _FreeOthers(registered, {name for tied in names.values() for name in tied})
             with _watch_registration(freeing.free_module), freeing:
-                built = dict(named_tensors("", self.build()))
+                built = dict(list_tensors("", self.build()))
             for ident, (name, *_) in names.items():
                 put_built(tensors[ident], built.get(name), self.device, name, "building the model again")
 
-    def _registered_names(self) -> list[list[str]]:
+    def _list_registered(self) -> list[list[str]]:
         """The names of each module that is registered in another one, in the order of registration."""
         registered: list[nn.Module] = []
         with torch.device("meta"), _watch_registration(registered.append):
@@ -358,7 +358,7 @@ class _FreeOthers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def free_module(self, module: nn.Module) -> None:
         """Free the tensors of a module that is built and now registered in another one."""
         for prefix in next(self._names, []):
-            named = list(named_tensors(prefix, module))
+            named = list(list_tensors(prefix, module))
             kept = {identify_storage(tensor.untyped_storage()) for name, tensor in named if name in self._owned}
             for _, tensor in named:
                 storage = tensor.untyped_storage()

@@ -59,7 +59,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Channel:
+class ChannelTimes:
     """The messages from one rank to another, `SEND_F` activations or `SEND_B` gradients, with their mean times.
 
     `held` is from the end of the action that makes a message to its departure, `travel` from there to its arrival.
@@ -189,10 +189,10 @@ class Differences:
         for place, work in enumerate(_works(self.measured)):
             places.setdefault(work, []).append(place)
         order = sorted(places, key=lambda work: (len(work), work))
-        return [Lengths(work, len(places[work]), _mean(*lengths, np.array(places[work]))) for work in order]
+        return [Lengths(work, len(places[work]), _average(*lengths, np.array(places[work]))) for work in order]
 
     @cached_property
-    def channels(self) -> list[Channel]:
+    def channels(self) -> list[ChannelTimes]:
         """By ranks and kind."""
         messages, order = self.measured.messages, self.match.message
         held = [waits.timeline.depart - waits.end[waits.maker] for waits in (self.match.predicted, self.match.measured)]
@@ -200,8 +200,8 @@ class Differences:
         channels = []
         for index, (source, target, kind) in enumerate(messages.channels):
             of = np.flatnonzero(messages.channel == index)
-            means = [_mean(one[order], other, of) for one, other in (held, travel)]
-            channels.append(Channel(source, target, kind, len(of), *means))
+            means = [_average(one[order], other, of) for one, other in (held, travel)]
+            channels.append(ChannelTimes(source, target, kind, len(of), *means))
         return channels
 
     # Where they part --------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def _pairs(predicted: Floats, measured: Floats) -> list[Both]:
     return [Both(*pair) for pair in zip(predicted.tolist(), measured.tolist(), strict=True)]
 
 
-def _mean(predicted: Floats, measured: Floats, of: NDArray[np.int64]) -> Both:
+def _average(predicted: Floats, measured: Floats, of: NDArray[np.int64]) -> Both:
     return Both(float(predicted[of].mean()), float(measured[of].mean()))
 
 
@@ -275,11 +275,13 @@ def encode(differences: Differences) -> dict[str, Any]:
         "tolerance": differences.tolerance,
         "other_unit": differences.unlike,
         "other_order": _order(differences),
-        "makespan": _both(differences.makespan),
-        "bubble": _both(differences.bubble),
-        "communication": _both(differences.communication),
-        "idle_by_cause": {cause: _both(idle) for cause, idle in differences.idle_by_cause.items()},
-        "ranks": [{"busy": _both(busy), "idle": _both(idle)} for busy, idle in zip(differences.busy, differences.idle, strict=True)],
+        "makespan": _write_both(differences.makespan),
+        "bubble": _write_both(differences.bubble),
+        "communication": _write_both(differences.communication),
+        "idle_by_cause": {cause: _write_both(idle) for cause, idle in differences.idle_by_cause.items()},
+        "ranks": [
+            {"busy": _write_both(busy), "idle": _write_both(idle)} for busy, idle in zip(differences.busy, differences.idle, strict=True)
+        ],
         "stages": list(_stages(differences)),
         "channels": list(_channels(differences)),
         "first": None if differences.first is None else _parting(differences.first),
@@ -289,7 +291,7 @@ def encode(differences: Differences) -> dict[str, Any]:
     }
 
 
-def _both(both: Both) -> dict[str, float | None]:
+def _write_both(both: Both) -> dict[str, float | None]:
     return {"predicted": both.predicted, "measured": both.measured, "ratio": both.ratio}
 
 
@@ -303,17 +305,17 @@ def _order(differences: Differences) -> dict[str, Any] | None:
 def _stages(differences: Differences) -> Iterator[dict[str, Any]]:
     for lengths in differences.lengths:
         parts = [{"stage": stage, "kind": kind.name} for stage, kind in lengths.work]
-        yield {"parts": parts, "count": lengths.count, "mean": _both(lengths.mean)}
+        yield {"parts": parts, "count": lengths.count, "mean": _write_both(lengths.mean)}
 
 
 def _channels(differences: Differences) -> Iterator[dict[str, Any]]:
     for channel in differences.channels:
         ends = {"source": channel.source, "target": channel.target, "kind": channel.kind.name}
-        yield {**ends, "count": channel.count, "held": _both(channel.held), "travel": _both(channel.travel)}
+        yield {**ends, "count": channel.count, "held": _write_both(channel.held), "travel": _write_both(channel.travel)}
 
 
 def _parting(parting: Parting) -> dict[str, Any]:
-    where = {"rank": parting.rank, "action": str(parting.action), "end": _both(parting.end), "late": parting.late}
+    where = {"rank": parting.rank, "action": str(parting.action), "end": _write_both(parting.end), "late": parting.late}
     return {**where, "path": [_delay(delay) for delay in parting.way]}
 
 

@@ -119,14 +119,14 @@ class Lateness:
             message = int(measured.message[place])
             messages, rows = measured.timeline.messages, measured.timeline.table.rows
             maker, source = rows.part_at(int(messages.maker[message])), int(messages.source[message])
-            delays.append(Delay(MESSAGE, rank, maker, *_at(self._transits, place), source))
+            delays.append(Delay(MESSAGE, rank, maker, *_take_pair(self._transits, place), source))
         delays.append(Delay(SLACK, rank, action, float(self.slack[place]), 0.0))
-        delays.append(Delay(BETWEEN, rank, action, *_at(self._hesitations, place)))
-        delays.append(Delay(ACTION, rank, action, *_at(self._lengths, place)))
+        delays.append(Delay(BETWEEN, rank, action, *_take_pair(self._hesitations, place)))
+        delays.append(Delay(ACTION, rank, action, *_take_pair(self._lengths, place)))
         return [delay for delay in delays if delay.predicted or delay.measured]
 
 
-def _at(pair: Sequence[Floats], place: int) -> tuple[float, float]:
+def _take_pair(pair: Sequence[Floats], place: int) -> tuple[float, float]:
     return float(pair[0][place]), float(pair[1][place])
 
 

@@ -44,7 +44,7 @@ def match(predicted: Timeline, measured: Timeline) -> Match:
     _check_shapes(predicted, measured)
     one, other = _Sorted.of(predicted), _Sorted.of(measured)
     if not np.array_equal(one.computations, other.computations):
-        raise UsageError(f"they do not compute the same: {_first_difference(predicted, measured)}")
+        raise UsageError(f"they do not compute the same: {_find_first_difference(predicted, measured)}")
     waits = predicted.waits, measured.waits
     action = np.empty(len(waits[1].node), dtype=np.int64)
     action[waits[1].place[other.groups]] = waits[0].place[one.groups]
@@ -88,7 +88,7 @@ class _Sorted:
         )
 
 
-def _first_difference(predicted: Timeline, measured: Timeline) -> str:
+def _find_first_difference(predicted: Timeline, measured: Timeline) -> str:
     for rank in range(predicted.ranks):
         one, other = ([action for action in timeline.table[rank] if action.is_compute] for timeline in (predicted, measured))
         for who, mine, others in (("first", one, set(other)), ("second", other, set(one))):

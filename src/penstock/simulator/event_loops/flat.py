@@ -12,7 +12,7 @@ from penstock.ir.costs import Costs
 from penstock.ir.dependencies import find_releases
 from penstock.ir.kind import COMPUTE, COPIES, SEND_WAITS, Kind
 from penstock.ir.program import Program
-from penstock.ir.rows import Flags, Floats, Ints, first_of
+from penstock.ir.rows import Flags, Floats, Ints, find_first
 from penstock.ir.table import Table
 from penstock.simulator.event_loops.loops import Durations, Graph
 
@@ -69,12 +69,12 @@ class Flat:
             one, other, count = messages.source, ranks + messages.target, 2 * ranks
         else:
             one, other, count = messages.source, messages.target, ranks
-        return self._base._replace(link=_small(one), other_link=_small(other), num_links=count)
+        return self._base._replace(link=_shrink(one), other_link=_shrink(other), num_links=count)
 
     @cached_property
     def _independent(self) -> Graph:
         """Cached, because gaps and paths read it at every step."""
-        channel = _small(self.messages.channel)
+        channel = _shrink(self.messages.channel)
         return self._base._replace(link=channel, other_link=channel, num_links=len(self.messages.channels))
 
     @cached_property
@@ -88,20 +88,20 @@ class Flat:
         lane, num_lanes = self._lanes(1)
         empty = np.zeros(0, dtype=np.int32)
         return Graph(
-            bounds=_small(rows.group_offsets),
+            bounds=_shrink(rows.group_offsets),
             rank=np.repeat(np.arange(len(rows), dtype=np.int32), np.diff(rows.group_offsets)),
             need_at=_starts(user, num_nodes),
-            need=_small(need),
+            need=_shrink(need),
             send_at=_starts(sender, num_nodes),
             gather_at=gather_at,
-            gather=_small(gather),
-            retire=_small(retire),
+            gather=_shrink(gather),
+            retire=_shrink(retire),
             collective=lane,
-            received=_small(received),
-            sender=_small(sender),
-            user=_small(user),
-            receive=_small(receive),
-            slot=_small(slot),
+            received=_shrink(received),
+            sender=_shrink(sender),
+            user=_shrink(user),
+            receive=_shrink(receive),
+            slot=_shrink(slot),
             link=empty,
             other_link=empty,
             num_links=0,
@@ -122,10 +122,10 @@ class Flat:
         links = -(-ranks // host_link_shared)
         lane = np.where(rows.is_kind(Kind.UNSHARD, Kind.REDUCE_GRAD), rows.rank, -1)
         if not self._copies.any():
-            return _small(lane[rows.heads]), ranks
+            return _shrink(lane[rows.heads]), ranks
         back = rows.kind == Kind.RELOAD
         lane = np.where(self._copies, ranks + back * links + rows.rank // host_link_shared, lane)
-        return _small(lane[rows.heads]), ranks + 2 * links
+        return _shrink(lane[rows.heads]), ranks + 2 * links
 
     def _gathers(self) -> tuple[Small, Ints]:
         """For each compute entry, the last UNSHARD of its stage on its rank before it; for each WAIT_REDUCE_GRAD, its reduction.
@@ -160,8 +160,8 @@ class Flat:
         rows, messages = self.table.rows, self.messages
         if not self.table.lowered:
             return np.full(len(messages.before), -1), np.full(self.num_nodes, -1)
-        receive = rows.group[first_of(*self.table.links.messages, len(rows.codes))[messages.before]]
-        return receive, first_of(receive, np.arange(len(receive)), self.num_nodes)
+        receive = rows.group[find_first(*self.table.links.messages, len(rows.codes))[messages.before]]
+        return receive, find_first(receive, np.arange(len(receive)), self.num_nodes)
 
     def _retires(self) -> Ints:
         """For each node that is a WAIT_SEND, the message of its send; -1 for other nodes."""
@@ -169,8 +169,8 @@ class Flat:
         waited = rows.is_kind(*SEND_WAITS)[local.after]
         if not waited.any():
             return np.full(self.num_nodes, -1)
-        message_of = first_of(messages.before, np.arange(len(messages.before)), len(rows.codes))
-        return first_of(rows.group[local.after[waited]], message_of[local.before[waited]], self.num_nodes)
+        message_of = find_first(messages.before, np.arange(len(messages.before)), len(rows.codes))
+        return find_first(rows.group[local.after[waited]], message_of[local.before[waited]], self.num_nodes)
 
     def _slots(self) -> Ints:
         """For each message, the one of its channel whose slot it takes over; -1 if there is a slot from the start."""
@@ -247,7 +247,7 @@ class Messages:
     """Each channel's ranks, from and to, and the kind of its sends."""
 
 
-def _small(values: Ints) -> Small:
+def _shrink(values: Ints) -> Small:
     """Four bytes per index: a graph of a thousand ranks has tens of millions."""
     return values.astype(np.int32)
 

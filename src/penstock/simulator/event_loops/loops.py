@@ -279,7 +279,7 @@ def run_shared(  # noqa: PLR0912, PLR0915, PLR0917
         size = _push(heap, now, size, rank)
 
 
-def _before(now: Column, one: int, other: int) -> bool:
+def _is_before(now: Column, one: int, other: int) -> bool:
     return now[one] < now[other] or (now[one] == now[other] and one < other)
 
 
@@ -289,7 +289,7 @@ def _push(heap: Column, now: Column, size: int, rank: int) -> int:
     heap[place] = rank
     while place > 0:
         above = (place - 1) // 2
-        if not _before(now, heap[place], heap[above]):
+        if not _is_before(now, heap[place], heap[above]):
             break
         heap[place], heap[above] = heap[above], heap[place]
         place = above
@@ -305,9 +305,9 @@ def _pop(heap: Column, now: Column, size: int) -> int:
         below = 2 * place + 1
         if below >= size:
             return size
-        if below + 1 < size and _before(now, heap[below + 1], heap[below]):
+        if below + 1 < size and _is_before(now, heap[below + 1], heap[below]):
             below += 1
-        if not _before(now, heap[below], heap[place]):
+        if not _is_before(now, heap[below], heap[place]):
             return size
         heap[place], heap[below] = heap[below], heap[place]
         place = below
@@ -316,7 +316,7 @@ def _pop(heap: Column, now: Column, size: int) -> int:
 # Running the loops -----------------------------------------------------------------------------------------------------
 
 
-class Outcome(NamedTuple):
+class LoopResult(NamedTuple):
     """When everything happened; `reached` is the node that each rank came to, its end if nothing hangs."""
 
     times: Times
@@ -324,9 +324,9 @@ class Outcome(NamedTuple):
     held_by: NDArray[np.int32]
 
 
-def run(graph: Graph, takes: Durations, contention: str, engine: str = "auto") -> Outcome:
+def run(graph: Graph, takes: Durations, contention: str, engine: str = "auto") -> LoopResult:
     """Time the graph. `engine` is `plain`, `compiled`, or `auto`: compiled if numba is installed."""
-    compiled = compiled_loops() if _wants_compiled(engine) else None
+    compiled = compile_loops() if _wants_compiled(engine) else None
     shared = contention != "independent" or graph.shares_lanes
     if compiled is not None:
         return _call(compiled[shared], graph, takes, shared)
@@ -344,7 +344,7 @@ def _wants_compiled(engine: str) -> bool:
     return installed and engine != "plain"
 
 
-def _call(loop: Callable[..., None], graph: Graph, takes: Durations, shared: bool, plain: bool = False) -> Outcome:
+def _call(loop: Callable[..., None], graph: Graph, takes: Durations, shared: bool, plain: bool = False) -> LoopResult:
     ranks, nodes, messages = len(graph.bounds) - 1, len(graph.rank), len(graph.sender)
     give: Callable[[Any], Any] = (lambda array: array.tolist()) if plain else (lambda array: array)
     times = Times(*(give(np.full(count, -1.0)) for count in (nodes, nodes, messages, messages, nodes, nodes)))
@@ -358,7 +358,7 @@ def _call(loop: Callable[..., None], graph: Graph, takes: Durations, shared: boo
     else:
         stack, queued = give(np.arange(ranks, dtype=np.int32)[::-1].copy()), give(np.ones(ranks, dtype=np.int8))
         loop(graph, takes, times, at, now, stack, queued, free, lane)
-    return Outcome(
+    return LoopResult(
         Times(*(np.asarray(column, dtype=np.float64) for column in times)),
         np.asarray(at, dtype=np.int32),
         np.asarray(held_by, dtype=np.int32),
@@ -369,10 +369,10 @@ Loop = Callable[..., Any]
 
 
 @cache
-def compiled_loops() -> tuple[Loop, Loop]:
+def compile_loops() -> tuple[Loop, Loop]:
     """`run_independent` and `run_shared`, compiled; needs numba."""
-    before = _compile(_before)
-    push, pop = (_compile(helper, _before=before) for helper in (_push, _pop))
+    before = _compile(_is_before)
+    push, pop = (_compile(helper, _is_before=before) for helper in (_push, _pop))
     return _compile(run_independent), _compile(run_shared, _push=push, _pop=pop)
 
 

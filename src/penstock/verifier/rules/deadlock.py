@@ -27,8 +27,8 @@ def deadlock(context: Context) -> Iterator[Finding]:
     if not stuck.walk.complete:
         for chain in stuck.cycles():
             yield _cycle(context, stuck, chain)
-        for wait in stuck.dead_ends().tolist():
-            yield _dead_end(context, stuck, wait)
+        for wait in stuck.find_dead_ends().tolist():
+            yield _report_dead_end(context, stuck, wait)
     if context.semantics == "rendezvous" and context.table.lowered:
         yield from disagreements(context)
 
@@ -55,33 +55,33 @@ class _Stuck:
         at = np.flatnonzero(unmet & (rows.group[after] == heads[rows.rank[after]]))
         return at[np.argsort(rows.rank[after[at]], kind="stable")]
 
-    def dead_ends(self) -> Ints:
+    def find_dead_ends(self) -> Ints:
         """The waits for actions that nobody runs."""
         return self.at_heads[self.waits.before[self.at_heads] < 0]
 
     def cycles(self) -> Iterator[list[int]]:
         """Each cycle of ranks once, from its lowest rank, as the waits that lead from one rank to the next."""
-        onward = self._onward()
+        onward = self._find_first_waits()
         seen: dict[int, int] = {}
         for start in sorted(onward):
             rank, path = start, list[int]()
             while rank in onward and rank not in seen:
                 seen[rank] = start
                 path.append(rank)
-                rank = self._awaited(onward[rank])
+                rank = self._find_awaited(onward[rank])
             if seen.get(rank) == start and rank in path:
                 cycle = path[path.index(rank) :]
                 lowest = cycle.index(min(cycle))
                 yield [onward[rank] for rank in cycle[lowest:] + cycle[:lowest]]
 
-    def _onward(self) -> dict[int, int]:
+    def _find_first_waits(self) -> dict[int, int]:
         """For each rank that stops, its first wait for an action that another rank has yet to run."""
         onward: dict[int, int] = {}
         for wait in self.at_heads[self.waits.before[self.at_heads] >= 0].tolist():
             onward.setdefault(int(self.context.rows.rank[self.waits.after[wait]]), wait)
         return onward
 
-    def _awaited(self, wait: int) -> int:
+    def _find_awaited(self, wait: int) -> int:
         return int(self.context.rows.rank[self.waits.before[wait]])
 
     def ends(self, wait: int) -> tuple[int, int, int, int]:
@@ -92,7 +92,7 @@ class _Stuck:
     def describe(self, wait: int) -> str:
         """`rank 0 waits in step 5 (0B0) for 1SEND_B0, which is step 7 of rank 1`."""
         context, entry, before = self.context, int(self.waits.after[wait]), int(self.waits.before[wait])
-        what = context.name(before) if before >= 0 else _never_name(context, int(self.waits.never[wait]))
+        what = context.name(before) if before >= 0 else _name_missing(context, int(self.waits.never[wait]))
         what = f"the slot that {what} frees" if self.waits.slot[wait] else what
         where = f"which is {context.place(before)}" if before >= 0 else "which nobody runs"
         rows = context.rows
@@ -104,7 +104,7 @@ def _cycle(context: Context, stuck: _Stuck, chain: list[int]) -> Finding:
     if len(chain) > _LINKS_SHOWN:
         links.insert(-1, f"and so on over {len(chain) - _LINKS_SHOWN} more ranks")
     message = f"{len(chain)} ranks wait for each other in a cycle: {'; '.join(links)}" if len(chain) > 1 else links[0]
-    finding = context.finding("deadlock", int(stuck.waits.after[chain[0]]), message, _way_out(context, stuck, chain), Severity.HANG)
+    finding = context.report("deadlock", int(stuck.waits.after[chain[0]]), message, _way_out(context, stuck, chain), Severity.HANG)
     return replace(finding, cycle=tuple(stuck.ends(wait) for wait in chain))
 
 
@@ -128,16 +128,16 @@ def _could_run(context: Context, entry: int, stop: int) -> bool:
     return bool((local.before[local.after == entry] < stop).all())
 
 
-def _dead_end(context: Context, stuck: _Stuck, wait: int) -> Finding:
+def _report_dead_end(context: Context, stuck: _Stuck, wait: int) -> Finding:
     """As severe as the missing work, which `complete` reports first."""
     code = int(stuck.waits.never[wait])
     rank = context.placement.rank_of(codes.stage_of(code), codes.microbatch_of(code))
-    return context.finding(
-        "deadlock", int(stuck.waits.after[wait]), stuck.describe(wait), f"Run {_never_name(context, code)} on rank {rank}"
+    return context.report(
+        "deadlock", int(stuck.waits.after[wait]), stuck.describe(wait), f"Run {_name_missing(context, code)} on rank {rank}"
     )
 
 
-def _never_name(context: Context, code: int) -> str:
+def _name_missing(context: Context, code: int) -> str:
     """A code that nobody runs; in a schedule `I` stands for whichever backward makes the gradient."""
     if codes.kind_of(code) == Kind.I:
         return f"{context.rows.action_for(code)} (or {context.name_of(Kind.B, codes.stage_of(code), codes.microbatch_of(code))})"
@@ -181,7 +181,7 @@ def disagreements(context: Context) -> Iterator[Finding]:
     wrong = np.concatenate(parts, axis=1)
     wrong = wrong[:, np.lexsort((wrong[1], wrong[0]))]
     first = np.append(True, wrong[0, 1:] != wrong[0, :-1])[: wrong.shape[1]]
-    waiting = _first_waiting(context, wrong) if wrong.shape[1] else {}
+    waiting = _find_first_waiting(context, wrong) if wrong.shape[1] else {}
     for pair, place, one, two in wrong[:, first].T.tolist():
         yield _disagreement(context, pair, place, (one, two), waiting.get(pair, -1))
 
@@ -192,7 +192,7 @@ def _message(context: Context, entries: Ints) -> Ints:
     return np.where(entries < 0, -1, context.message[entries] * 2 + backward)
 
 
-def _first_waiting(context: Context, wrong: Ints) -> dict[int, int]:
+def _find_first_waiting(context: Context, wrong: Ints) -> dict[int, int]:
     """For each pair, the first action that waits for a message which never completes."""
     pair = np.full(len(context.rows.codes), -1, dtype=np.int64)
     for ends in wrong[2:]:
@@ -215,7 +215,7 @@ def _disagreement(context: Context, pair: int, place: int, ends: tuple[int, int]
         f"neither it nor anything behind it completes{so}"
     )
     remedy = "Place sends and receives at the same moment (receive placement `paired`), or run on independent channels"
-    return context.finding("deadlock", next(entry for entry in ends if entry >= 0), message, remedy, Severity.HANG)
+    return context.report("deadlock", next(entry for entry in ends if entry >= 0), message, remedy, Severity.HANG)
 
 
 def _step(context: Context, entry: int) -> str:

@@ -18,7 +18,7 @@ from penstock.verifier.rules.waits import slots_of
 def known(context: Context) -> Iterator[Finding]:
     """Stages and microbatches are inside the counts, and messages go along edges of the graph."""
     yield from _counts(context)
-    yield from _edges(context) if context.table.lowered else _early_messages(context)
+    yield from _edges(context) if context.table.lowered else _report_early_messages(context)
     yield from _slots(context)
 
 
@@ -29,7 +29,7 @@ def _counts(context: Context) -> Iterator[Finding]:
         wrong = [f"stage {stage} of 0..{table.stages - 1}"] if stage >= table.stages else []
         wrong += [f"{context.unit_name(unit)} of {context.units_name}"] if unit >= table.units else []
         message = f"{context.name(entry)} names {' and '.join(wrong)}, which does not exist"
-        yield context.finding("known", entry, message, "Remove it, or raise the count that the table was made with")
+        yield context.report("known", entry, message, "Remove it, or raise the count that the table was made with")
 
 
 def _edges(context: Context) -> Iterator[Finding]:
@@ -42,13 +42,13 @@ def _edges(context: Context) -> Iterator[Finding]:
         others = context.graph.outputs_of(stage) if up else context.graph.inputs_of(stage)
         what = f"stage {stage} {'is read by' if up else 'reads'} {', '.join(map(str, others)) or 'no stage'}"
         message = f"{context.name(entry)} goes along an edge from stage {source} to stage {target}, but there is none: {what}"
-        yield context.finding("known", entry, message, "Remove it, name the right peer, or add the edge to the stage graph")
+        yield context.report("known", entry, message, "Remove it, name the right peer, or add the edge to the stage graph")
 
 
-def _early_messages(context: Context) -> Iterator[Finding]:
+def _report_early_messages(context: Context) -> Iterator[Finding]:
     for entry in np.flatnonzero(context.communicates | context.rows.is_kind(*SEND_WAITS)).tolist():
         message = f"{context.name(entry)} is communication, but this table is not lowered: its compute actions wait for each other directly"
-        yield context.finding("known", entry, message, "Make the table a lowered Program, or leave the messages to penstock.lower")
+        yield context.report("known", entry, message, "Make the table a lowered Program, or leave the messages to penstock.lower")
 
 
 def _slots(context: Context) -> Iterator[Finding]:
@@ -56,7 +56,7 @@ def _slots(context: Context) -> Iterator[Finding]:
     for (source, target, kind), count in sorted(buffers.channels.items() if buffers else ()):
         if count < 1:
             message = f"the channel from rank {source} to rank {target} for {kind.name} has {count} slots, so nothing can be sent on it"
-            yield context.absence("known", source, "", message, "Give it at least 1, or leave it out for as many as needed")
+            yield context.report_missing("known", source, "", message, "Give it at least 1, or leave it out for as many as needed")
 
 
 def malformed(table: Table) -> Iterator[Finding]:

@@ -24,10 +24,10 @@ def matching(context: Context) -> Iterator[Finding]:
     for first, many in zip(firsts.tolist(), np.diff(np.append(firsts, len(wrong))).tolist(), strict=True):
         at = int(wrong[first])
         ends = int(sent[as_sent[at]]), int(received[as_received[at]]), int(received[as_sent[at]])
-        yield _crossed(context, ends, int(place[at]) + 1, many)
+        yield _report_crossed(context, ends, int(place[at]) + 1, many)
 
 
-def _crossed(context: Context, ends: tuple[int, int, int], number: int, many: int) -> Finding:
+def _report_crossed(context: Context, ends: tuple[int, int, int], number: int, many: int) -> Finding:
     """Report the first place at which a channel receives in another order than it sends: the send, the receive, and the right receive."""
     sender, receiver, right = ends
     channel = context.channel_name(int(context.channel[sender]))
@@ -36,4 +36,4 @@ def _crossed(context: Context, ends: tuple[int, int, int], number: int, many: in
         f"({context.place(sender)}) but received as {context.name(receiver)} ({context.place(receiver)}); {many} messages are out of order"
     )
     remedy = f"Receive in the order of the sends: run {context.name(right)} ({context.place(right)}) here"
-    return context.finding("matching", receiver, message, remedy)
+    return context.report("matching", receiver, message, remedy)

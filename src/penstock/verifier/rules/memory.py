@@ -24,12 +24,12 @@ def peak_memory(table: Table, costs: Costs | None = None) -> list[float]:
     A schedule does not say when messages are received: they count in programs only.
     """
     costs = costs or Costs()
-    held, bounds = held_in(table, costs), table.rows.group_offsets.tolist()
+    held, bounds = sum_held(table, costs), table.rows.group_offsets.tolist()
     static = sum_static(table, costs).tolist()  # all that a rank without actions holds
     return [float(held[begin:end].max(initial=least)) for (begin, end), least in zip(pairwise(bounds), static, strict=True)]
 
 
-def held_in(table: Table, costs: Costs) -> Floats:
+def sum_held(table: Table, costs: Costs) -> Floats:
     """What the rank of each group holds while the group runs."""
     rows, changes = table.rows, list_changes(table, costs)
     counted = (changes.category != CATEGORIES.index("receive buffers")) | table.lowered
@@ -46,15 +46,15 @@ def held_in(table: Table, costs: Costs) -> Floats:
 
 def memory(context: Context) -> Iterator[Finding]:
     """No rank holds more than its limit."""
-    held, bounds = held_in(context.table, context.costs), context.rows.group_offsets.tolist()
+    held, bounds = sum_held(context.table, context.costs), context.rows.group_offsets.tolist()
     for rank, limit in enumerate(context.limits or ()):
         of_rank = held[bounds[rank] : bounds[rank + 1]]
         over = np.flatnonzero(of_rank > limit * (1 + _SLACK))
         if len(over):
-            yield _over(context, rank, limit, of_rank, over)
+            yield _report_excess(context, rank, limit, of_rank, over)
 
 
-def _over(context: Context, rank: int, limit: float, held: Floats, over: Ints) -> Finding:
+def _report_excess(context: Context, rank: int, limit: float, held: Floats, over: Ints) -> Finding:
     step = int(np.argmax(held))
     peak = float(held[step])
     entry = int(np.searchsorted(context.rows.group, context.rows.group_offsets[rank] + step))
@@ -64,4 +64,4 @@ def _over(context: Context, rank: int, limit: float, held: Floats, over: Ints) -
         f"{len(over)} of its {len(held)} steps are over, the first is step {int(over[0])}"
     )
     remedy = "Run backwards earlier, choose a schedule with a lower peak, recompute activations, or raise the limit"
-    return context.finding("memory", entry, message, remedy, Severity.MEMORY)
+    return context.report("memory", entry, message, remedy, Severity.MEMORY)

@@ -16,15 +16,15 @@ def order(context: Context) -> Iterator[Finding]:
     wrong = (rows.rank[before] == rows.rank[after]) & (rows.group[before] >= rows.group[after])
     at = np.flatnonzero(wrong)
     for pair in at[np.argsort(after[at], kind="stable")].tolist():
-        yield _misplaced(context, int(before[pair]), int(after[pair]))
+        yield _report_misplaced(context, int(before[pair]), int(after[pair]))
 
 
-def _misplaced(context: Context, needed: int, entry: int) -> Finding:
+def _report_misplaced(context: Context, needed: int, entry: int) -> Finding:
     name, what, rank = context.name(entry), context.name(needed), int(context.rows.rank[entry])
     if context.rows.group[needed] == context.rows.group[entry]:
         message = f"{name} needs {what}, but the two run together as parts of one overlap"
-        return context.finding("order", entry, message, f"Run {what} in a step of its own before {name}")
+        return context.report("order", entry, message, f"Run {what} in a step of its own before {name}")
     message = f"{name} needs {what}, which rank {rank} runs only in step {int(context.rows.step[needed])}"
-    return context.finding(
+    return context.report(
         "order", entry, message, f"Move {what} before step {int(context.rows.step[entry])} of rank {rank}, or {name} behind it"
     )

@@ -20,15 +20,15 @@ def placed(context: Context) -> Iterator[Finding]:
         stage, microbatch, home = int(rows.stage[entry]), int(rows.microbatch[entry]), int(context.home[entry])
         which = f" for microbatch {microbatch}" if len(context.placement.copies) > 1 else ""
         message = f"{context.name(entry)} runs on rank {int(rows.rank[entry])}, but stage {stage} is on rank {home}{which}"
-        yield context.finding("placed", entry, message, f"Move it to rank {home}, or change the placement")
-    yield from _of_stages(context)
+        yield context.report("placed", entry, message, f"Move it to rank {home}, or change the placement")
+    yield from _report_stages(context)
 
 
 def _has_microbatch(rows: Rows) -> Flags:
     return rows.is_kind(*(kind for kind in Kind if kind.has_microbatch))
 
 
-def _of_stages(context: Context) -> Iterator[Finding]:
+def _report_stages(context: Context) -> Iterator[Finding]:
     rows, stages, placement = context.rows, context.table.stages, context.placement
     held = np.unique([rank * stages + stage for copy in placement.copies for stage, rank in enumerate(copy)])
     here = np.isin(rows.rank * stages + rows.stage, held)
@@ -36,4 +36,4 @@ def _of_stages(context: Context) -> Iterator[Finding]:
         stage, rank = int(rows.stage[entry]), int(rows.rank[entry])
         homes = sorted({copy[stage] for copy in placement.copies})
         message = f"{context.name(entry)} runs on rank {rank}, but stage {stage} is on rank {' and '.join(map(str, homes))}"
-        yield context.finding("placed", entry, message, f"Move it to rank {homes[0]}, or remove it")
+        yield context.report("placed", entry, message, f"Move it to rank {homes[0]}, or remove it")

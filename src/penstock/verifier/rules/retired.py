@@ -9,7 +9,7 @@ import numpy as np
 from penstock.ir.dependencies import peer_stages
 from penstock.ir.kind import SEND_WAITS, SENDS, Kind
 from penstock.ir.rows import Ints
-from penstock.verifier.context import Context, repeated
+from penstock.verifier.context import Context, find_repeated
 from penstock.verifier.finding import Finding, Severity
 
 
@@ -24,17 +24,17 @@ def retired(context: Context) -> Iterator[Finding]:
     send = context.linker.sends_awaited(waits)
     lost = (send < 0) | (context.rows.rank[send] != context.rows.rank[waits])
     for entry in waits[lost].tolist():
-        yield _lost(context, entry)
+        yield _report_lost(context, entry)
     waits, send = waits[~lost], send[~lost]
-    for entry, first in zip(*(ends.tolist() for ends in repeated(send, waits)), strict=True):
+    for entry, first in zip(*(ends.tolist() for ends in find_repeated(send, waits)), strict=True):
         message = f"{context.name(entry)} waits for a send that rank {int(context.rows.rank[entry])} has retired in {context.place(first)}"
-        yield context.finding("retired", entry, message, "Remove one of the two")
-    first_sends = np.setdiff1d(_first_sends(context), send)
+        yield context.report("retired", entry, message, "Remove one of the two")
+    first_sends = np.setdiff1d(_find_first_sends(context), send)
     for entry in first_sends.tolist():
-        yield _never(context, entry)
+        yield _report_missing(context, entry)
 
 
-def _first_sends(context: Context) -> Ints:
+def _find_first_sends(context: Context) -> Ints:
     """The first send of each message; one that is sent again is a finding of `complete`."""
     sends = np.flatnonzero(context.rows.is_kind(*SENDS) & (context.edge >= 0))
     key = context.message[sends] * 2 + (context.rows.kind[sends] == Kind.SEND_B)
@@ -45,17 +45,17 @@ def _wait_name(context: Context, send: int) -> str:
     return context.name(send).replace("SEND", "WAIT_SEND")
 
 
-def _lost(context: Context, entry: int) -> Finding:
+def _report_lost(context: Context, entry: int) -> Finding:
     name, rank = context.name(entry), int(context.rows.rank[entry])
     peer = int(peer_stages(context.rows)[entry])
     message = f"{name} waits for {name.replace('WAIT_', '')} to stage {peer}, which rank {rank} never runs"
-    return context.finding("retired", entry, message, "Remove it, or name the stage, microbatch and peer of a send of this rank")
+    return context.report("retired", entry, message, "Remove it, or name the stage, microbatch and peer of a send of this rank")
 
 
-def _never(context: Context, send: int) -> Finding:
+def _report_missing(context: Context, send: int) -> Finding:
     name, rank = _wait_name(context, send), int(context.rows.rank[send])
     message = f"rank {rank} never waits for {context.name(send)}, though the program waits for other sends: what it sent is never freed"
-    return context.absence("retired", rank, name, message, f"Run {name} after {context.place(send)}", beside=send)
+    return context.report_missing("retired", rank, name, message, f"Run {name} after {context.place(send)}", beside=send)
 
 
 def outstanding(context: Context) -> Iterator[Finding]:
@@ -69,12 +69,12 @@ def outstanding(context: Context) -> Iterator[Finding]:
         level = total[low + 1 : high + 1] - total[low]
         over = np.flatnonzero(level > limit)
         if len(over):
-            yield _over(context, rank, low + int(over[0]), int(level.max()), limit)
+            yield _report_excess(context, rank, low + int(over[0]), int(level.max()), limit)
 
 
-def _over(context: Context, rank: int, entry: int, most: int, limit: int) -> Finding:
+def _report_excess(context: Context, rank: int, entry: int, most: int, limit: int) -> Finding:
     message = (
         f"rank {rank} has up to {most} sends outstanding, but at most {limit} may be; {context.name(entry)} is the first over the limit"
     )
     remedy = f"Place the waits anew with the pass wait-send{{outstanding={limit}}}, or raise the limit"
-    return context.finding("outstanding", entry, message, remedy, Severity.MEMORY)
+    return context.report("outstanding", entry, message, remedy, Severity.MEMORY)

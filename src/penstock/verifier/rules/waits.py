@@ -9,8 +9,8 @@ import numpy as np
 from penstock.ir import codes
 from penstock.ir.dependencies import message_code
 from penstock.ir.kind import RECEIVES, SEND_WAITS, SENDS, Kind
-from penstock.ir.program import Buffers
-from penstock.ir.rows import Flags, Ints, first_of
+from penstock.ir.program import BufferCounts
+from penstock.ir.rows import Flags, Ints, find_first
 from penstock.verifier.context import Context, position_in
 
 
@@ -23,15 +23,15 @@ class Waits(NamedTuple):
     slot: Flags
 
 
-def slots_of(context: Context) -> Buffers | None:
+def slots_of(context: Context) -> BufferCounts | None:
     """The slot counts that the proof has to respect, if there are any."""
     buffers = getattr(context.table, "buffers", None)
-    return buffers if context.semantics == "channels" and isinstance(buffers, Buffers) and buffers.channels else None
+    return buffers if context.semantics == "channels" and isinstance(buffers, BufferCounts) and buffers.channels else None
 
 
 def waits(context: Context) -> Waits:
     """Everything that any action of the table waits for."""
-    parts = [_data(context), _missing(context), _retirements(context)]
+    parts = [_data(context), _find_missing(context), _retirements(context)]
     buffers = slots_of(context)
     if buffers is not None:
         parts.append(_slots(context, buffers))
@@ -53,7 +53,7 @@ def _retirements(context: Context) -> Waits:
     return Waits(_receives(context)[send], waits, _receive_codes(context, send), np.zeros(len(waits), dtype=np.bool_))
 
 
-def _missing(context: Context) -> Waits:
+def _find_missing(context: Context) -> Waits:
     """Data that another rank should send but never does. What a rank itself lacks stops nobody and is left to `complete`."""
     after, code = context.table.links.missing
     maker = context.placement.ranks_of(codes.stage_of(code), codes.microbatch_of(code))
@@ -62,7 +62,7 @@ def _missing(context: Context) -> Waits:
     return Waits(np.full(len(after), -1, dtype=np.int64), after, code, np.zeros(len(after), dtype=np.bool_))
 
 
-def _slots(context: Context, buffers: Buffers) -> Waits:
+def _slots(context: Context, buffers: BufferCounts) -> Waits:
     """With c slots in a channel, its k-th send waits until the receive of message k - c is posted."""
     sends = np.flatnonzero(context.rows.is_kind(*SENDS) & (context.channel >= 0))
     sends = sends[np.argsort(context.channel[sends], kind="stable")]
@@ -74,7 +74,7 @@ def _slots(context: Context, buffers: Buffers) -> Waits:
     return Waits(_receives(context)[earlier], after, _receive_codes(context, earlier), np.ones(len(after), dtype=np.bool_))
 
 
-def _count(context: Context, buffers: Buffers, channel: int) -> int:
+def _count(context: Context, buffers: BufferCounts, channel: int) -> int:
     """The slots of a channel; one that has no count has as many as there are messages."""
     source, target = divmod(channel // 2, context.table.ranks)
     count = buffers.channels.get((source, target, Kind.SEND_B if channel % 2 else Kind.SEND_F))
@@ -84,7 +84,7 @@ def _count(context: Context, buffers: Buffers, channel: int) -> int:
 def _receives(context: Context) -> Ints:
     """For each entry that is a send with a receive, that receive; else -1."""
     sent, received = context.table.links.messages
-    return first_of(sent, received, len(context.rows.codes))
+    return find_first(sent, received, len(context.rows.codes))
 
 
 def _receive_codes(context: Context, sends: Ints) -> Ints:

@@ -100,14 +100,14 @@ class SlicedInputs:
     """Whether rotary tables depend on the length of the sequence."""
 
     def find_length(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-        inputs = _by_name(args, kwargs)
+        inputs = _name_arguments(args, kwargs)
         tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None), None)
         if not isinstance(tokens, Tensor) or tokens.dim() < 2:
             raise ScheduleError("the batch has no input_ids of two dimensions, nor inputs_embeds of three, to cut into slices: give one")
         return tokens.shape[1]
 
     def cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], lengths: Sequence[int]) -> list[tuple[Any, ...]]:
-        inputs = _by_name(args, kwargs)
+        inputs = _name_arguments(args, kwargs)
         positions, total = inputs.get(POSITIONS), sum(lengths)
         if inputs.get(_MASK) is None and isinstance(positions, Tensor) and (documents := find_documents(positions)) is not None:
             inputs[DOCUMENTS] = documents
@@ -119,7 +119,7 @@ class SlicedInputs:
         return [(part,) for part in slices]
 
 
-def _by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _name_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if len(args) != 1 or not isinstance(args[0], (Tensor, Mapping)):
         raise ScheduleError(f"{len(args)} arguments: give a transformers model its tokens, or one dict of its inputs by name")
     return {**(args[0] if isinstance(args[0], Mapping) else {"input_ids": args[0]}), **kwargs}

@@ -55,13 +55,13 @@ class HuggingFace:
 
     def cut(self, model: Any, stages: int) -> Partition:
         """Cut the model into stages."""
-        units = _Units(model)
+        units = _ModelUnits(model)
         cuts = cut_units(units.modules(), stages, self.sizes, model, unit="unit", more=", the layers and what is before and after them")
         return Partition(tuple(units.make_parts(cuts)))
 
     def units(self, model: Any) -> list[tuple[str, nn.Module]]:
         """Return every unit as a module, with its name, as a profile measures them."""
-        units = _Units(model)
+        units = _ModelUnits(model)
         parts = units.make_parts([range(unit, unit + 1) for unit in range(units.count)])
         return [(units.title(unit), part.module) for unit, part in enumerate(parts)]
 
@@ -108,7 +108,7 @@ def recognise_model(
     return split, loss_fn, weight
 
 
-class _Units:
+class _ModelUnits:
     """The units of a model that can be cut between its layers: the head, each layer, and the tail."""
 
     def __init__(self, model: Any) -> None:
