@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 
 from penstock.errors import MissingExtraError
 from penstock.ir.costs import Costs
@@ -21,6 +22,7 @@ from penstock.planner.candidate import Candidate
 from penstock.planner.named_schedules import (
     NamedSchedule,
     list_candidates,
+    list_every_cut,
     list_searchable_problems,
     one_at_a_time,
     reassign,
@@ -34,8 +36,8 @@ from penstock.planner.profile import Profile
 from penstock.planner.request import SEARCHED, Progress, Request
 from penstock.simulator.simulate import simulate
 
-_MOST_SEARCHED = 8
-"""Problems that get a first, short search."""
+_MOST_SEARCHED, _SEARCHED_CELLS = 8, 1_000
+"""Problems that get a first, short search; and on a cluster the cells of further ones, up to three times as many."""
 _FINALISTS, _CLOSE = 2, 0.03
 """How many of them get a longer one: the best, and others that are slower by at most that share."""
 _FIRST_SHARE, _PROOF_SHARE = 0.35, 0.25
@@ -250,7 +252,10 @@ class Explorer:
         worth.sort(key=lambda problem: self.bound_of(problem).value)
         first = {problem.placement.copies: problem for problem in reversed(worth)}
         own = [problem for problem in worth if first[problem.placement.copies] is problem]
-        return [*own, *(problem for problem in worth if first[problem.placement.copies] is not problem)][:_MOST_SEARCHED]
+        most = _MOST_SEARCHED
+        if self.request.cluster is not None:  # they differ by the order of the devices too
+            most = max(most, min(3 * most, _SEARCHED_CELLS // max((problem.cells for problem in worth), default=1)))
+        return [*own, *(problem for problem in worth if first[problem.placement.copies] is not problem)][:most]
 
     def prove(self) -> None:
         """Bound the problem of the best candidate; solve it exactly if it is small."""
@@ -297,10 +302,10 @@ class Explorer:
             self.best = candidate
 
     def _list_worth_searching(self) -> Iterator[Problem]:
-        """Problems that could beat the best: those of the placements, and those that a named schedule needed to fit."""
+        """Problems that could beat the best: those of the placements, those that a named schedule needed to fit, and small ones."""
         seen: set[object] = set()
         named = (candidate.problem for candidate in self.fitting if candidate.slices == 1 and not candidate.offloaded)
-        for problem in [*list_searchable_problems(self.request), *named]:
+        for problem in chain(list_searchable_problems(self.request), named, list_every_cut(self.request)):
             if problem.key in seen or self._is_slow(problem):
                 continue
             seen.add(problem.key)

@@ -40,8 +40,10 @@ _MOST_BUILT = 4
 """Problems that a schedule which follows the costs is built for; others are only timed again."""
 _MOST_CUTS = 80
 """Cuts that are timed for one schedule when they are shifted."""
-_MOST_EXCHANGES = 40
-"""Exchanges of two devices that are timed for one schedule."""
+_FEWEST_EXCHANGES, _MOST_EXCHANGES, _EXCHANGE_CELLS = 6, 40, 3_000
+"""Exchanges of two devices that are timed for one schedule, and their cells all together, times the chunks per rank."""
+_NEAR, _FEW_CUTS = 0.1, 16
+"""If an exchange is slower by at most this share, so many cuts are timed for it."""
 _MOST_LENGTHS = 160
 """Lengths of slices that are timed for one schedule when they are shifted."""
 _STEPS = (8, 4, 2, 1)
@@ -160,17 +162,26 @@ def list_searchable_problems(request: Request) -> Iterator[Problem]:
 
     Orders of slices are not searched: sequences are whole here.
     """
-    if 1 not in request.slices:
-        return
+    for profile, placement, recompute in _list_searchable_shapes(request):
+        yield from request.make_problems(profile, placement, recompute)
+
+
+def list_every_cut(request: Request) -> Iterator[Problem]:
+    """On a cluster, every partition on the same placements, if there are few."""
+    for profile, placement, recompute in _list_searchable_shapes(request):
+        yield from request.list_every_cut(profile, placement, recompute)
+
+
+def _list_searchable_shapes(request: Request) -> Iterator[tuple[Profile, Placement, tuple[bool, ...]]]:
     ranks = request.ranks
     placements = [Placement.linear(ranks)]
     if ranks > 1:
         placements += [Placement.v(ranks), *(Placement.looped(ranks, chunks) for chunks in CHUNKS[1:4]), Placement.wave(ranks, 2)]
     flags = (False, True) if request.recompute and request.limits is not None else (False,)
-    for profile in request.profiles:
+    for profile in request.profiles if 1 in request.slices else ():
         for placement in placements:
             for again in flags if placement.stages <= len(request.profile) else ():
-                yield from request.make_problems(profile, placement, (again,) * placement.stages)
+                yield profile, placement, (again,) * placement.stages
 
 
 # Starting orders ------------------------------------------------------------------------------------------------------
@@ -348,13 +359,13 @@ def _pick_best(candidates: list[Candidate]) -> Candidate:
 # Shifting cuts: loads alone do not tell how long a schedule takes ------------------------------------------------------
 
 
-def recut(candidate: Candidate, stop: Callable[[], bool]) -> Candidate:
+def recut(candidate: Candidate, stop: Callable[[], bool], most: int = _MOST_CUTS) -> Candidate:
     """The same order on the fastest cuts that fit and that shifting leads to, from a candidate that fits."""
     problem = candidate.problem
     assert problem.profile is not None
     runs, shape = LayerRuns(problem.profile, problem.lengths), (problem.placement, problem.recompute, problem.memory_limit, ())
     cutting = Cutting(runs, *shape, cluster=problem.cluster)
-    best, left, tried = candidate, _MOST_CUTS, {problem.sizes}
+    best, left, tried = candidate, most, {problem.sizes}
     while left > 0 and not stop():
         todo = [sizes for sizes in _list_promising_cuts(cutting, best) if sizes not in tried][:left]
         fastest = min((best, *_list_faster(best, todo, stop)), key=lambda option: option.time_or_inf)
@@ -369,9 +380,12 @@ def recut(candidate: Candidate, stop: Callable[[], bool]) -> Candidate:
 def reassign(candidate: Candidate, request: Request, stop: Callable[[], bool]) -> Candidate:
     """The same order on the fastest assignment that fits and that exchanging two devices leads to, from a candidate that fits.
 
-    For each exchange the layers are cut anew. The bounds by which assignments were chosen do not know the schedule.
+    For each exchange the layers are cut anew, and cuts are shifted if it comes near the best. The bounds by which assignments were chosen
+    do not know the schedule.
     """
-    best, left, tried = candidate, _MOST_EXCHANGES, set()
+    problem = candidate.problem
+    best, tried = candidate, set()
+    left = max(_FEWEST_EXCHANGES, min(_MOST_EXCHANGES, _EXCHANGE_CELLS // (problem.cells * problem.placement.chunks)))
     groups = () if request.cluster is None else request.cluster.list_groups()
     improved = len(groups) > 1
     while improved and left > 0 and not stop():
@@ -382,6 +396,8 @@ def reassign(candidate: Candidate, request: Request, stop: Callable[[], bool]) -
             tried.add(devices)
             left -= 1
             trial = _move(best, request, devices)
+            if trial is not None and trial.fits and trial.time_or_inf < best.time_or_inf * (1 + _NEAR):
+                trial = recut(trial, stop, _FEW_CUTS)
             if trial is not None and trial.fits and trial.time_or_inf < best.time_or_inf * (1 - _FASTER):
                 best, improved = trial, True
                 break

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ _MOST_BOUNDED, _FEWEST_ORDERS = 24, 2
 """Orders of a cluster's devices that are bounded for one placement, and the fewest that schedules are timed on."""
 _ORDER_CELLS = 3_000
 """Cells (stages times microbatches) of the orders that schedules are timed on, all together, times the chunks per rank."""
+_MOST_SETTINGS = 400
+"""Partitions times assignments of a small model that are all bounded before orders are searched."""
 _BOUNDED_CELLS = 10_000
 """Orders with more cells are not bounded: their scores decide."""
 
@@ -208,6 +211,19 @@ class Request:
                     for lengths in self._list_lengths(profile, placement, sizes, recompute, slices, assignment)
                 ]
         return problems
+
+    def list_every_cut(self, profile: Profile, placement: Placement, recompute: tuple[bool, ...]) -> Iterator[Problem]:
+        """On a cluster, every partition with each of the assignments to try; nothing if there are many.
+
+        With few layers, the least load alone is a poor guide: how long the pipeline takes to fill depends on where its slow devices are.
+        """
+        assignments, layers = self.list_assignments(profile, placement), len(profile)
+        if self.cluster is None or len(assignments) * math.comb(layers - 1, placement.stages - 1) > _MOST_SETTINGS:
+            return
+        for inner in combinations(range(1, layers), placement.stages - 1):
+            sizes = tuple(last - first for first, last in pairwise((0, *inner, layers)))
+            for assignment in assignments:
+                yield self.make_problem(profile, placement, sizes, recompute, assignment=assignment)
 
     def guess_lengths(self, profile: Profile, slices: int) -> tuple[int, ...]:
         """Slices of equal times for the model as a whole; nothing for whole sequences."""

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, permutations, product
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.planner.bounds.lower_bound import Bound, lower_bound
 from penstock.planner.bounds.overall import OverallBound
+from penstock.planner.partition.assignment import Assignment
 from penstock.planner.problem import Problem
 from planner.every_order import EveryOrder, TooManyOrdersError
 from planner.small_problems import SMALL, TINY, best_of_all, problems
@@ -171,16 +172,19 @@ def test_a_false_bound_stops_planning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def every_setting(profile: ps.Profile, placements: list[Placement], asked: dict[str, Any]) -> Iterator[Problem]:
-    """Every contiguous partition on every one of the placements."""
-    for placement in placements:
+    """Every contiguous partition on every one of the placements, with the devices of a cluster in every order."""
+    cluster = asked.get("cluster")
+    orders = [None] if cluster is None else [Assignment(cluster, order) for order in permutations(range(len(cluster)))]
+    for placement, assignment in product(placements, orders):
         for cuts in combinations(range(1, len(profile)), placement.stages - 1):
             sizes = tuple(last - first for first, last in pairwise((0, *cuts, len(profile))))
-            flags = (False,) * placement.stages
-            yield Problem.cut(profile, placement, 2, sizes, flags, asked["limits"], asked["barrier"], asked["split"])
+            shape = profile, placement, 2, sizes, (False,) * placement.stages
+            yield Problem.cut(*shape, asked["limits"], asked["barrier"], asked["split"], assignment=assignment)
 
 
+@pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_no_partition_is_quicker_than_the_overall_bound(seed: int) -> None:
+def test_no_partition_is_quicker_than_the_overall_bound(seed: int, uneven: bool) -> None:
     chance = random.Random(seed)
     layers = [
         ps.Layer(
@@ -195,6 +199,11 @@ def test_no_partition_is_quicker_than_the_overall_bound(seed: int) -> None:
     profile = ps.Profile(layers, latency=chance.choice((0.0, 1.0)))
     limit = chance.choice((None, 6.0, 8.0))
     asked = {"limits": None if limit is None else (limit, limit), "barrier": chance.random() < 0.7, "split": chance.random() < 0.3}
+    if uneven:
+        speeds = (0.5, 2.0, {"f": 2.0, "i": 1.0, "w": 0.25}, [1.0, 2.0, 4.0, 0.5, 1.0])
+        asked["cluster"] = ps.Cluster(
+            [ps.Device(speed=chance.choice(speeds)) for _ in range(2)], latency=[[0, chance.choice((0, 1))], [chance.choice((0, 2)), 0]]
+        )
     bound = OverallBound(profile, 2, 2, **asked).value()
     placements = [Placement.linear(2), Placement.v(2), Placement.looped(2, 2)]
     tried = 0

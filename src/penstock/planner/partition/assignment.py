@@ -1,16 +1,16 @@
 """Which device of a cluster is which rank of the pipeline.
 
 Devices that can change places without any difference form a group, so that only orders of groups count. If there are few, `find_orders`
-scores all of them; else it starts from a few good ones and exchanges devices while that helps. One of those has the least largest load of
-all orders: dynamic programming over the layers and the number of devices used of each kind finds it. A score is rough: the load of the
-slowest rank, exactly if each rank has one stage, and the messages of one microbatch. The bounds and the simulator then judge the best
-orders.
+scores all of them; else it starts from a few good ones, and exchanges devices and reverses runs of them while that helps. One of the starts
+has the least largest load of all orders: dynamic programming over the layers and the number of devices used of each kind finds it. A score
+is rough: the load of the slowest rank, if each rank has one stage, and the messages of one microbatch. The bounds and the simulator then
+judge the best orders.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, pairwise, product
@@ -27,12 +27,12 @@ from penstock.planner.profile import Profile
 
 MOST_ORDERS = 50_000
 """Up to this many orders, all are scored; there are 40,320 of 8 devices that all differ."""
+_MOST_WORK = 4e8
+"""Numbers that are looked at to score orders; beyond that, not all of them are tried."""
 _MOST_CELLS = 3e7
 """Cells of the dynamic programme over layers and devices; beyond that it is left out."""
-_STEP, _STEPS = 0.01, 600
-"""Loads that orders are scored with: each larger than the one before by this share, and their number."""
-_MOST_ROUNDS = 200
-"""Exchanges that a start is improved by, at most."""
+_MOST_ROUNDS = 100
+"""Changes that a start is improved by, at most."""
 
 Order = tuple[int, ...]
 T = TypeVar("T")
@@ -149,20 +149,15 @@ class OrderScores:
         there = links.travel(np.full(source.shape, size), source, target)
         return there + there.T
 
-    @cached_property
-    def _even_load(self) -> float:
-        """The load of every rank if the work could be shared without regard to layers."""
-        whole = [float(self._runs.on(device).times[False][0, -1]) for device in self.cluster.devices]
-        return 1 / sum(1 / time for time in whole) if min(whole) > 0 else 0.0
+    @property
+    def work(self) -> float:
+        """About how many numbers are looked at to score one order."""
+        return float(self.placement.stages * len(self.profile) ** 2) if self._is_chain else float(self.placement.stages)
 
-    def _find_ends(self, load: float) -> Ints:
-        """The last layer that a stage within the load can end with, by the kind of its device (row) and its first layer (column).
-
-        That is the layer before the first if not even one fits.
-        """
-        ends = np.arange(self._runs.layers + 1)
-        longer = ends[None, :] > ends[:, None]
-        return np.array([np.where(longer & (table <= load), ends[None, :], ends[:, None]).max(axis=1) for table in self.tables])
+    @property
+    def _is_chain(self) -> bool:
+        """Whether each rank has one stage."""
+        return self.placement.chunks == 1 and len(self.placement.copies) == 1
 
     def score(self, orders: Ints) -> Floats:
         """One score per row of devices."""
@@ -171,27 +166,20 @@ class OrderScores:
         for before, after in pairwise(ranks):
             if before != after:
                 total += self._hops[orders[:, before], orders[:, after]]
-        if self.placement.chunks > 1 or len(self.placement.copies) > 1:
-            return total
-        return total + (self.microbatches - 1) * self._find_loads(orders)
+        return total + (self.microbatches - 1) * self.find_loads(orders) if self._is_chain else total
 
-    def _find_loads(self, orders: Ints) -> Floats:
-        """The load of the slowest rank with the best cuts, up to a step; infinite if nothing fits."""
-        loads, kinds, last = np.full(len(orders), np.inf), self.kind_of[orders], self._runs.layers
-        left, load = np.arange(len(orders)), self._even_load * (1 - _STEP / 2)
-        for _ in range(_STEPS):
-            ends, load = self._find_ends(load), load * (1 + _STEP)
-            at, fits = np.zeros(len(left), dtype=np.int64), np.ones(len(left), dtype=np.bool_)
-            for stage in range(self.placement.stages):  # as many layers as it can, but one for each later stage
-                reached = np.minimum(ends[kinds[left, stage], at], last - (self.placement.stages - 1 - stage))
-                fits &= reached > at
-                at = reached
-            done = fits & (at == last)
-            loads[left[done]] = load
-            left = left[~done]
-            if not len(left) or not load:
-                break
-        return loads
+    def find_loads(self, orders: Ints) -> Floats:
+        """The load of the slowest rank with the best cuts, if each has one stage; infinite if nothing fits."""
+        kinds, same = np.unique(self.kind_of[orders], axis=0, return_inverse=True)
+        tables, layers = np.array(self.tables), self._runs.layers
+        total = np.full((len(kinds), layers + 1), np.inf)
+        total[:, 0] = 0.0
+        for stage in range(orders.shape[1]):
+            before, total = total, np.full_like(total, np.inf)
+            for first in range(layers):
+                reached = np.maximum(before[:, first, None], tables[kinds[:, stage], first, first + 1 :])
+                np.minimum(total[:, first + 1 :], reached, out=total[:, first + 1 :])
+        return np.asarray(total[same.reshape(-1), -1])
 
 
 # The order of the least load ------------------------------------------------------------------------------------------
@@ -246,16 +234,17 @@ def find_orders(scores: OrderScores, most: int) -> list[Order]:
     if len(groups) == 1:
         return [tuple(range(len(scores.cluster)))]
     starts = list(dict.fromkeys(rename(order, groups) for order in _list_starts(scores)))
-    if count_orders(groups) <= MOST_ORDERS:
+    count = count_orders(groups)
+    if count <= MOST_ORDERS and count * scores.work <= _MOST_WORK:
         orders = list(dict.fromkeys([*starts, *list_orders(groups)]))
     else:
-        orders = list(dict.fromkeys(order for start in starts for order in _improve(start, groups, scores.score)))
+        orders = list(dict.fromkeys(order for start in starts for order in _improve(start, groups, scores)))
     rated = scores.score(np.array(orders, dtype=np.int64))
     return [orders[place] for place in np.argsort(rated, kind="stable")[:most]]
 
 
 def _list_starts(scores: OrderScores) -> Iterator[Order]:
-    """The order with the least load, the order of the cluster, and those by memory and by speed."""
+    """The order with the least load, the order of the cluster, and those by memory, by speed, and by node and speed."""
     cluster = scores.cluster
     chain = assign_chain(scores.tables, [len(kind) for kind in scores.kinds])
     if chain is not None:
@@ -264,8 +253,10 @@ def _list_starts(scores: OrderScores) -> Iterator[Order]:
     yield tuple(range(len(cluster)))
     yield from list_memory_orders(scores)
     times = [float(scores.tables[int(kind)][0, 1:].min()) for kind in scores.kind_of]
-    yield tuple(sorted(range(len(cluster)), key=times.__getitem__))
-    yield tuple(sorted(range(len(cluster)), key=times.__getitem__, reverse=True))
+    nodes = [cluster.nodes.index(device.node) for device in cluster.devices]
+    for sign in (1, -1):
+        yield tuple(sorted(range(len(cluster)), key=lambda device: sign * times[device]))
+        yield tuple(sorted(range(len(cluster)), key=lambda device: (nodes[device], sign * times[device])))
 
 
 def list_memory_orders(scores: OrderScores) -> Iterator[Order]:
@@ -292,13 +283,21 @@ def list_exchanges(order: Order, groups: Sequence[Sequence[int]]) -> list[Order]
     return list(dict.fromkeys(exchanged))
 
 
-def _improve(start: Order, groups: Sequence[Sequence[int]], score: Callable[[Ints], Floats]) -> Iterator[Order]:
-    """The orders that exchanging two devices leads to, the start first, each better than the one before."""
-    order, best = start, float(score(np.array([start]))[0])
+def _list_reversals(order: Order, groups: Sequence[Sequence[int]]) -> list[Order]:
+    """The orders with a run of devices reversed: they change links at its two ends only."""
+    runs = combinations(range(len(order) + 1), 2)
+    return list(dict.fromkeys(rename((*order[:a], *order[a:b][::-1], *order[b:]), groups) for a, b in runs if b - a > 2))
+
+
+def _improve(start: Order, groups: Sequence[Sequence[int]], scores: OrderScores) -> Iterator[Order]:
+    """The orders that exchanges and reversals lead to, the start first, each better than the one before."""
+    order, best = start, float(scores.score(np.array([start]))[0])
     yield order
+    most = max(1, int(_MOST_WORK / _MOST_ROUNDS / scores.work))
     for _ in range(_MOST_ROUNDS):
-        near = list_exchanges(order, groups)
-        rated = score(np.array(near))
+        near = [other for other in (*list_exchanges(order, groups), *_list_reversals(order, groups)) if other != order]
+        near = near[:: -(-len(near) // most)]
+        rated = scores.score(np.array(near))
         place = int(np.argmin(rated))
         if rated[place] >= best * (1 - 1e-12):
             return

@@ -178,8 +178,8 @@ class Cutting:
     def loads(self, cuts: Ints) -> Floats:
         """Time of each rank per microbatch, one row per row of cuts."""
         totals = np.zeros((len(cuts), self.placement.ranks))
-        for rank in range(self.placement.ranks):
-            for stage in self.placement.stages_of(rank):
+        for copy in self.placement.copies:  # a rank may run a stage for several copies
+            for stage, rank in enumerate(copy):
                 totals[:, rank] += self.times(stage)[cuts[:, stage], cuts[:, stage + 1]]
         return totals
 
