@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -133,6 +134,14 @@ def test_links_decide_the_order_of_equal_devices() -> None:
     assert nodes in ("aabb", "bbaa")
     problems = [replace(plan, devices=order, bounds={"none": 0.0}, overall_bound=0.0) for order in permutations(range(4))]
     assert plan.objective == min(other.objective for other in problems)
+
+
+def test_a_shared_network_card_that_is_busy_is_in_the_report() -> None:
+    devices = [ps.Device(f"gpu {k}", node="aabb"[k]) for k in range(4)]
+    cluster = ps.Cluster.from_nodes(devices, latency=1.5, node_latency=0.01)
+    said = ps.plan(ps.Profile([LAYER] * 8), cluster=cluster, microbatches=4, schedules=["interleaved-1f1b"], seconds=0).report()
+    assert "devices: 4 devices (1 gpu 0, 1 gpu 1, 1 gpu 2, 1 gpu 3) in 2 nodes" in said
+    assert re.search(r"the link shared by messages from rank 0 to 3, 1 to 2 is busy \d+% of the time", said)
 
 
 # What is refused ------------------------------------------------------------------------------------------------------

@@ -191,6 +191,18 @@ class Costs:
         times: NDArray[np.float64] = latency + np.broadcast_to(np.asarray(sizes, dtype=np.float64), np.shape(source)) / bandwidth
         return times
 
+    def name_links(self, source: int, target: int, backward: bool) -> tuple[object, ...]:
+        """Names of the links that a message from one rank to another occupies, activation or gradient: equal for a link that is shared."""
+        if self.lanes is not None:
+            return tuple(dict.fromkeys(self.lanes[source][target]))
+        names: dict[str, tuple[object, ...]] = {
+            "independent": ((source, target, backward),),
+            "pair": ((source, target),),
+            "duplex": (("from", source), ("to", target)),
+            "rank": (source, target),
+        }
+        return names[self.contention]
+
     @cached_property
     def _rates(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         return as_array(self.latency), as_array(self.bandwidth)

@@ -516,17 +516,8 @@ def add_links(model: SolverModel, messages: list[Message]) -> MessageLinks:
 
 def _group_by_link(model: SolverModel, messages: list[Message]) -> dict[object, list[Message]]:
     links: dict[object, list[Message]] = {}
-    contention, lanes = model.instance.problem.costs.contention, model.instance.problem.costs.lanes
     for message in messages:
-        ends = (message.source, message.target)
-        names: tuple[object, ...] = {
-            "independent": ((*ends, message.backward),),
-            "pair": (ends,),
-            "duplex": (("from", message.source), ("to", message.target)),
-            "rank": ends,
-            "links": lanes[message.source][message.target] if lanes else (),
-        }[contention]
-        for name in dict.fromkeys(names):
+        for name in model.instance.problem.costs.name_links(message.source, message.target, message.backward):
             links.setdefault(name, []).append(message)
     return links
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.ir.rows import Floats
+from penstock.planner.bounds.link_bounds import bound_links
 from penstock.planner.bounds.rank_bounds import (
     RankTerms,
     bound_first_backward,
@@ -74,6 +75,8 @@ def lower_bound(problem: Problem, *, seconds: float = 0.0, budget: SolverBudget 
         return Bound(math.inf, "memory", {"memory": math.inf})
     ranks, unit = list_rank_terms(terms), find_time_unit(problem)
     values = {name: _round_up(max(rule(rank_terms) for rank_terms in ranks), unit) for name, rule in QUICK.items()}
+    if problem.costs.contention != "independent":
+        values["links"] = _round_up(bound_links(terms), unit)
     if budget.left > 0 and max(values.values()) > 0 and importlib.util.find_spec("ortools") is not None:
         first = budget.part(ON_FLOW)
         flow = FlowBound(ranks, max(values.values()), unit, first)
