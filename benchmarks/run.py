@@ -35,6 +35,7 @@ SUITES = (
     "simulation",
     "planner",
     "batch_orders",
+    "uneven",
     "overhead",
     "split_backward",
     "runtime",
