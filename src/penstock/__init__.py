@@ -1,4 +1,8 @@
-"""Penstock plans, proves and runs pipeline-parallel training."""
+"""Penstock plans, proves and runs pipeline-parallel training.
+
+A schedule comes from `schedules` or from the planner, passes lower it to a program, the verifier proves it, and the simulator or the
+runtime runs it. Public names are loaded when they are first used, so that importing the package needs neither torch nor NumPy.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +45,9 @@ if TYPE_CHECKING:
     from penstock.planner.job import Machines as Machines
     from penstock.planner.job import plan_job as plan_job
     from penstock.planner.job import predict_job as predict_job
+    from penstock.planner.losses import Survivors as Survivors
+    from penstock.planner.losses import TakeOver as TakeOver
+    from penstock.planner.losses import take_over as take_over
     from penstock.planner.plan import Plan as Plan
     from penstock.planner.plan import plan as plan
     from penstock.planner.profile import Layer as Layer
@@ -76,6 +83,7 @@ _NAMES = {
     "planner.batches.batch_planner": "BatchOrder BatchPlanner",
     "planner.batches.packing": "Packing pack",
     "planner.job": "Configuration Job JobPlan Machines plan_job predict_job",
+    "planner.losses": "Survivors TakeOver take_over",
     "planner.plan": "Plan plan",
     "planner.profile": "Layer Profile",
     "schedules.registry": "Layout Shape available register schedule",

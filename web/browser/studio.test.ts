@@ -120,7 +120,7 @@ test("a bad CSV shows the verifier's findings at their places", async () => {
   });
   await findings.locator("button.finding").first().click();
   await page.getByTestId("details").getByText(wanted.findings[0].message).waitFor();
-  expect(await page.getByTestId("tile-Makespan").count()).toBe(0);
+  expect(await page.getByTestId("tile-Makespan").locator(".value").innerText()).toBe("–");
   await addressed(page, "file=bad.csv");
   await page.reload();
   await page.getByTestId("findings").waitFor();
@@ -222,6 +222,21 @@ test("mistakes in what is to be planned are named", async () => {
   await addressed(page, "plan.ranks=4000");
   await page.reload();
   await settled(page, 'document.querySelector("input[name=ranks]")?.value === "4000"');
+});
+
+test("at 390 pixels a candidate is a card, with all figures and what opens it in sight", async () => {
+  const page = await session.open(`${address}#tab=plan`, { viewport: { width: 390, height: 844 } });
+  await plan(page, SHORT);
+  await page.getByTestId("plan-status").getByText(/^done, /).waitFor();
+  const row = page.getByTestId("candidates").locator("tbody tr").first();
+  for (const cell of await row.locator("th, td").all()) {
+    const box = (await cell.boundingBox())!;
+    expect(box.x).toBeGreaterThanOrEqual(0);
+    expect(box.x + box.width).toBeLessThanOrEqual(390);
+  }
+  expect(await row.locator("td[data-name]").count()).toBe(6);
+  await page.getByRole("button", { name: "Keys" }).click();
+  await page.getByTestId("help").getByText("frame the selection").waitFor();
 });
 
 test.each([1280, 390])("at %i pixels the plan fits the page", async (width) => {

@@ -1,4 +1,15 @@
-"""The costs of an action: time, memory held and bytes sent."""
+"""The costs of an action: time, memory held and bytes sent.
+
+`Costs` is the one form in which the simulator, the verifier and the planner read them. A cost model has no base class: it is a function or
+record that makes `Costs`, or a `Profile` of layers, from which `planner.partition.stage_costs` makes them. Measured layers
+(`runtime.measure.profile`), estimates (`planner.profile.transformer`), whole jobs (`planner.job.layer_costs`), slices
+(`planner.profile.slices`) and lengths of samples (`planner.batches.lengths`) are such models. The contract:
+
+- it is asked when a problem is made, once for each partition, slice or batch; searches and simulations only read the numbers;
+- it depends on its arguments alone, so that every rank that plans by itself gets the same numbers;
+- numbers are finite and at least 0, in one unit of time and one of size;
+- `i` and `w` are the halves of a backward and `b` a full one; `activation` and `weight_stash` are held as `ir.memory_ledger` says.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +47,7 @@ _ONE_NUMBER = ("overlap", "host_latency", "host_bandwidth", "host_link_shared")
 _LINKS = ("latency", "bandwidth", "lanes")
 """Tables with one value per pair of ranks."""
 _OPTIONAL = ("b", "host_bandwidth")
-_PER_ACTION = ("f", "i", "w", "b", "activation", "weight_stash", "output")
+_PER_ACTION = ("f", "i", "w", "b", "activation", "weight_stash", "kept", "kept_gradients", "output")
 
 
 @dataclass(frozen=True)
@@ -64,9 +75,15 @@ class Costs:
     """Time of a message of size 0. A message occupies its link for the latency and for its size divided by the bandwidth.
     One number, or a table with one row per sending rank and one column per receiving rank."""
     activation: PerAction = 1.0
-    """Held from a microbatch's F to its I or B."""
+    """Held from a microbatch's F to its I or B, unless it is moved to the host in between."""
     weight_stash: PerAction = 0.0
     """Held from a microbatch's I to its W."""
+    kept: PerAction = 0.0
+    """What a slice keeps for later slices of its microbatch, such as keys and values. Held on the device from the slice's F to the I or B
+    of the microbatch's first slice; never moved to the host, and not part of the activation."""
+    kept_gradients: PerAction = 0.0
+    """The sum of gradients of what a slice keeps. Held from the I or B of the microbatch's last slice, which is the first to add to it, to
+    that of the slice itself. The last slice has no such sum."""
     overlap: float = 1.0
     """Time of actions that run together, as a share of their time one after the other."""
     output: PerAction = 0.0
@@ -165,6 +182,14 @@ class Costs:
             table[stage] = of_stage
         return table
 
+    def tabulate_held(self, stages: int, microbatches: int) -> NDArray[np.float64]:
+        """What every stage (row) holds of every microbatch or slice (column) from its F to its I or B, if nothing is moved to the host.
+
+        What slices keep is held for longer, and the sums of its gradients for less: this much is held in any order.
+        """
+        held = self.table("activation", stages, microbatches)
+        return held if self.kept == 0.0 else held + self.table("kept", stages, microbatches)
+
     def check(self, stages: int, microbatches: int, ranks: int) -> None:
         """Refuse sequences that do not fit these counts."""
         for field in fields(self):
@@ -190,6 +215,16 @@ class Costs:
         latency, bandwidth = (table[source, target] if table.ndim else table for table in self._rates)
         times: NDArray[np.float64] = latency + np.broadcast_to(np.asarray(sizes, dtype=np.float64), np.shape(source)) / bandwidth
         return times
+
+    def with_slowest_link(self) -> Costs:
+        """The same costs with one latency and one bandwidth for all pairs of ranks, the worst of any, and no shared lanes.
+
+        >>> Costs(latency=[[0, 1], [2, 0]], bandwidth=[[None, 8], [None, None]]).with_slowest_link().bandwidth
+        8.0
+        """
+        latency, bandwidth = float(self._rates[0].max()), float(self._rates[1].min())
+        shared: dict[str, Any] = {} if self.lanes is None else {"contention": "independent", "lanes": None}
+        return replace(self, latency=latency, bandwidth=None if bandwidth == float("inf") else bandwidth, **shared)
 
     def name_links(self, source: int, target: int, backward: bool) -> tuple[object, ...]:
         """Names of the links that a message from one rank to another occupies, activation or gradient: equal for a link that is shared."""
@@ -244,7 +279,7 @@ class Costs:
     def to_json(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as plain data."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) != field.default}
-        return {name: _lists(value) for name, value in values.items()}
+        return {name: _to_lists(value) for name, value in values.items()}
 
     @classmethod
     def from_json(cls, data: Any) -> Costs:
@@ -285,8 +320,8 @@ def _permute(value: Any, order: Sequence[int]) -> Any:
     return tuple(tuple(row[k] for k in order) if isinstance(row, tuple) else row for row in value)
 
 
-def _lists(value: Any) -> Any:
-    return [_lists(item) for item in value] if isinstance(value, tuple) else value
+def _to_lists(value: Any) -> Any:
+    return [_to_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _is_valid(values: NDArray[np.float64]) -> bool:
@@ -306,3 +341,13 @@ def _check_value(name: str, value: Any, depth: int = 0) -> Any:
             raise CostsError(f"{name} must be a number, got {value!r}")
         return tuple(_check_value(f"{name}[{k}]", v, depth + 1) for k, v in enumerate(value))
     return check_number(name, value)
+
+
+def check_costs(costs: object) -> Costs:
+    """Give the costs, or the default ones for None; refuse anything else."""
+    if costs is None:
+        return Costs()
+    if isinstance(costs, Costs):
+        return costs
+    hint = " by keyword: penstock.Costs(**costs)" if isinstance(costs, dict) else ", like penstock.Costs(f=1.0, i=1.0, w=1.0)"
+    raise CostsError(f"costs must be a penstock.Costs, got {type(costs).__name__}: make one{hint}")

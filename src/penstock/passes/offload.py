@@ -48,14 +48,14 @@ class Offload(Pass):
         if isinstance(self.share, tuple) and len(self.share) != program.ranks:
             raise PassError(f"share of pass offload has {len(self.share)} percentages for {program.ranks} ranks: give one, or one per rank")
         lives = _Lives.of(program, self.ahead)
-        chosen = lives.choose(self._budgets(program, lives))
+        chosen = lives.choose(self._share_budgets(program, lives))
         forward, reload = lives.forward[chosen], lives.reload[chosen]
         stage, unit, rank = rows.stage[forward], rows.microbatch[forward], rows.rank[forward]
         before = np.concatenate((rows.group_ends[forward], reload))
         entries = np.concatenate([codes.pack(stage, int(kind), unit) for kind in COPIES])
         return self._record(program, rows=rows.insert(before, entries, np.tile(rank, 2), np.tile(forward, 2)).cut_into(program.slices))
 
-    def _budgets(self, program: Program, lives: _Lives) -> list[tuple[Ints, int]]:
+    def _share_budgets(self, program: Program, lives: _Lives) -> list[tuple[Ints, int]]:
         """The activations that compete with each other, and how many of them may move."""
         rows, stage, rank = program.rows, program.rows.stage[lives.forward], program.rows.rank[lives.forward]
         forwards = np.flatnonzero(rows.is_kind(Kind.F))

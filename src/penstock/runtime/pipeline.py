@@ -250,6 +250,11 @@ class Pipeline:
                 slices=self.table.slices,
             )
 
+    def __repr__(self) -> str:
+        name = f"{self.table.name!r}, " if self.table.name else ""
+        stages = ", ".join(map(str, self.stages))
+        return f"<Pipeline {name}{self.table.describe()}; rank {self.rank} has {'stage' if len(self.stages) == 1 else 'stages'} {stages}>"
+
     # Construction -----------------------------------------------------------------------------------------------------
 
     def _recognise(self, model: Any, split: Any, loss: LossOptions, batch: BatchOptions) -> Any:
@@ -269,15 +274,15 @@ class Pipeline:
     def _cut(self, model: Any, options: ModelOptions, data: DataOptions) -> list[Sequence[str]]:
         """Cut the model into stages and give this rank's stages their weights; the groups of tied parameters."""
         model, split = apply_plan_split(unwrap_ddp(model, self.grid), self._plan, options.split)
-        cut, mine = partition(model, self.table.stages, split), self.table.placement.stages_of(self.rank)
-        for index in mine:
+        cut, stages = partition(model, self.table.stages, split), self.table.placement.stages_of(self.rank)
+        for index in stages:
             if cut.parts[index] is None:
                 raise ScheduleError(f"rank {self.rank} holds stage {index}, but the mapping of modules has none for it")
         if self.table.slices > 1:
             check_slices(cut)
             refuse_full_graphs(options.compile)
-        give_weights(options.weights, model, cut, mine)
-        tied = [*options.ties, *shard_stages(cut, mine, self.grid, data.shard)]
+        give_weights(options.weights, model, cut, stages)
+        tied = [*options.ties, *shard_stages(cut, stages, self.grid, data.shard)]
         cut = compile_stages(cut if self.seed is None else add_layer_streams(cut), options.compile)
         self.partition: Partition = recompute_stages(cut, self._plan, options.recompute)
         return tied
@@ -293,7 +298,7 @@ class Pipeline:
 
         Returns the stages that cannot split their backward, whether ranks share modules, and whether any rank measures its steps.
         """
-        mine = {
+        arguments = {
             "pipeline": self.number,
             "stages": self.table.stages,
             "microbatches": self.microbatches,
@@ -306,24 +311,24 @@ class Pipeline:
         modules = {self.group.ident(module) for stage in self.stages.values() for module in stage.module.modules()}
         last = self.stages.get(self.table.stages - 1)
         lost = None if last is None else self.loss.find_outside_parameter(last.module)
-        found = self.gather_all("Pipeline", (mine, unable, modules, lost, measures))
-        first = found[0][0]
-        for *_, lost, _ in found:
+        everyone = self.gather_all("Pipeline", (arguments, unable, modules, lost, measures))
+        first = everyone[0][0]
+        for *_, lost, _ in everyone:
             if lost is not None:
                 raise ScheduleError(
                     f"loss_fn has a trainable parameter, {lost!r}, that is not in the last stage, so no optimizer would get it: make it "
                     "part of the last stage, which can take the target by stage_kwargs and return the loss itself, or freeze it"
                 )
-        for rank, (theirs, *_) in enumerate(found):
-            for what, value in theirs.items():
+        for rank, (others, *_) in enumerate(everyone):
+            for what, value in others.items():
                 if value != first[what]:
                     raise PipelineError(
                         f"the ranks disagree on {what}: {first[what]!r} on rank 0, {value!r} on rank {rank}; give all the same arguments"
                     )
-        unsplit = tuple(sorted({stage for _, stages, *_ in found for stage in stages}))
+        unsplit = tuple(sorted({stage for _, stages, *_ in everyone for stage in stages}))
         own = self.rank if self.grid is None else self.grid.whole.rank
-        shares_modules = any(rank != own and modules & theirs for rank, (_, _, theirs, *_) in enumerate(found))
-        return unsplit, shares_modules, any(measured for *_, measured in found)
+        shares_modules = any(rank != own and modules & others for rank, (_, _, others, *_) in enumerate(everyone))
+        return unsplit, shares_modules, any(measured for *_, measured in everyone)
 
     def gather(self, name: str, value: Any) -> list[Any]:
         """All-gather a value over the ranks of the pipeline."""
@@ -358,14 +363,14 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that this rank updates. Warns if there are none, because torch's optimizers do not accept an empty list."""
-        found = [parameter for _, parameter in self.named_parameters()]
-        if not found:
+        parameters = [parameter for _, parameter in self.named_parameters()]
+        if not parameters:
             warnings.warn(
                 f"rank {self.rank} has no parameters to update: its stages have none, or another rank updates them. An optimizer takes an "
                 "empty list only in a group: AdamW([{'params': list(pipe.parameters())}])",
                 stacklevel=2,
             )
-        return iter(found)
+        return iter(parameters)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise CopyError(_NO_COPY)
@@ -390,8 +395,6 @@ class Pipeline:
                 program = forward_program(self.table, count, semantics, self.data.shard)
             self.data.check_program(program)
             options: dict[str, Any] = {"overlap": self.overlap, "number": self.number, "graphs": self.graphs}
-            if self._cutter is not None:
-                options["slice_lengths"] = self._cutter.fixed_lengths
             loss = self.loss if self._cutter is None else self._cutter.loss
             parts: dict[str, Any] = {"loss": loss, "group": self.group, "data": self.data, "statistics": self.statistics}
             executor = Executor(program, self.rank, self.stages, deadline=self.deadline, **parts, **options)
@@ -536,8 +539,8 @@ class Pipeline:
             self._note_tied()
         # If ranks share modules without meeting at the beginning of the step, another rank may have changed them already.
         own = () if self._shares_modules and not self.shared.one_object else self.stages.values()
-        self._buffers.take(module for stage in own for module in stage.module.modules())
-        backup = GradientBackup.take(parameter for _, parameter in parameters)
+        self._buffers.take([stage.module for stage in own])
+        backup = GradientBackup.take([parameter for _, parameter in parameters])
         feed.factor = 1.0 if self.scaler is None else self.scaler.get_scale()
         sums, folds = self.shared.active or self.data.active, self.statistics.gathers or bool(executor.compute.unordered)
         alone = len(feed.args) == 1 and self.data.ranks == 1 and not self.shared.active
@@ -663,8 +666,8 @@ class Pipeline:
         """Compare a step with the unpipelined model: the loss, every gradient, the norm, and all state. All is restored."""
         self._check_finalized("parity")
         batch = StepArguments(args, target, stage_kwargs or {})
-        mine = batch.copy()  # a stage may change its input in place
-        feed = self._take_batch(self.batches.split, mine.args, mine.target, microbatches, mine.stage_kwargs or None, False)
+        own = batch.copy()  # a stage may change its input in place
+        feed = self._take_batch(self.batches.split, own.args, own.target, microbatches, own.stage_kwargs or None, False)
         steps = self.steps
         try:
             return compare_step(self, lambda feed: self._run(feed, training=True).loss, feed, batch)
@@ -688,7 +691,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """Which processes or threads are the ranks, and how they exchange messages."""
+    """The processes or threads that are the ranks, and how they exchange messages."""
 
     group: Any
     mesh: Any
@@ -736,7 +739,7 @@ class BatchOptions:
         return self.inputs, self.targets, self.kwargs
 
     def make_cutter(self, table: Table, loss: Loss, plan: Any) -> SequenceCutter | None:
-        """What cuts microbatches into slices, if the schedule has any: in the plan's proportions unless lengths are given."""
+        """The cutter of microbatches into slices, if the schedule has any: in the plan's proportions unless lengths are given."""
         if table.slices == 1:
             if self.slice_lengths is not None:
                 raise ScheduleError(

@@ -38,8 +38,9 @@ def test_orders_and_lowered_orders(shape: tuple[str, int, int, int]) -> None:
     assert mine.stage_index_to_group_rank == theirs.stage_index_to_group_rank
     if shape[2] <= LOCAL:
         assert mine.pipeline_order_with_comms == theirs.pipeline_order_with_comms
-        late = [made(package, *shape, defer_pp_recv=True).pipeline_order_with_comms for package in BOTH]
-        assert late[1] == late[0]
+        late = made(OURS, *shape, defer_pp_recv=True).pipeline_order_with_comms
+        if VERSION >= (2, 13):
+            assert late == made(TORCH, *shape, defer_pp_recv=True).pipeline_order_with_comms
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "microbatches"), [(2, 4, 8), (2, 5, 6), (4, 4, 8)])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock as ps
-from compat.torch.both import BOTH, LOOPED, ON_A_V, OURS, SINGLE, TORCH, Package, parse
+from compat.torch.both import BOTH, LOOPED, ON_A_V, OURS, SINGLE, TORCH, Package, later, parse
 from compat.torch.models import Outcome, assert_same, blocks, data, grads, held_by, loop, schedule, stages
 from penstock.runtime.launch.workers import Workers
 
@@ -280,7 +280,7 @@ def stage_by_stage(package: Package, modules: list[nn.Module], x: Tensor, y: Ten
             self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, losses: Any = None, *more: Any, **named: Any
         ) -> None:
             arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-            self._initialize_stage(arg_mbs[0], kwarg_mbs[0], target_mbs[0] if target_mbs else None)
+            self._initialize_stage(arg_mbs[0], kwarg_mbs[0], *later((2, 12), target_mbs[0] if target_mbs else None))
             sending = []
             for k in range(self._n_microbatches):
                 for works in schedules._sorted_batch_p2p(self._stage.get_fwd_recv_ops(k)).values():

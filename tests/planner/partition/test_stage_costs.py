@@ -80,7 +80,7 @@ def test_stages_on_slices_cost_what_each_slice_costs_as_a_microbatch(seed):
     cluster = ps.Cluster([ps.Device(speed=2), ps.Device(speed={"f": 0.5, "i": 1, "w": 3})]) if seed % 2 else None
     costs = sliced_stage_costs(profile, sizes, placement, recompute, lengths, microbatches=2, cluster=cluster)
     parts = [stage_costs(part, sizes, placement, recompute, cluster) for part in profile.cut_sequence(lengths)]
-    for name in ("f", "i", "w", "activation", "weight_stash", "output"):
+    for name in ("f", "i", "w", "activation", "weight_stash", "kept", "output"):
         for stage in range(4):
             values = [costs.of_stage(name, stage, unit) for unit in range(6)]
             assert values == pytest.approx([part.of_stage(name, stage) for part in parts] * 2), name

@@ -51,7 +51,7 @@ from penstock.verifier.verify import check
 
 
 class _ComputationType(str, Enum):  # noqa: UP042 - torch's base classes: its members print by name
-    """What an action does, under torch's names. The value is its text form and the name of our `Kind`."""
+    """The kind of an action, under torch's names. The value is its text form and the name of our `Kind`."""
 
     FORWARD = "F"
     BACKWARD_INPUT = "I"
@@ -283,7 +283,7 @@ class TorchLowering:
 
     @property
     def writes_waits(self) -> bool:
-        """Whether the lowered order has waits: in torch it has since 2.15; before, where an option places them."""
+        """Whether the lowered order has waits: in torch it has since 2.15; before, if an option places them."""
         return WRITES_WAITS or self.defer_reduce_grad_wait or self.max_outstanding_sends is not None
 
 

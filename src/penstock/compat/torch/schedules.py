@@ -79,7 +79,7 @@ __all__ = [
 ]
 
 OptimizedModule: Any = find_private("torch._dynamo.OptimizedModule")
-"""What `torch.compile` returns for a module."""
+"""The class of a compiled module."""
 _OURS = (orders, schedule_base, stage_names, microbatch, metadata)
 """The modules in which names are looked up that torch's module defines but does not export."""
 _RENAMED: dict[str, Any] = {

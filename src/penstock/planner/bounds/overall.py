@@ -1,7 +1,7 @@
 """A bound for every way to cut a model: any contiguous partition, placement, order and choice of stages to recompute.
 
 It knows layers and ranks, and neither stages nor cuts. Its arguments assume only that each rank holds at least one layer, that
-a rank does one action at a time, and that activations are held from the forward to the backward:
+a rank does one action at a time, and that activations are held from the forward to the backward (see `ir.memory_ledger`):
 
 - *average*: the ranks share the work of all layers. In each copy of the model at most one rank starts with the first layer, one
   more after that layer, and so on, so most ranks are idle at first. Ranks of different speeds share it by their speeds;
@@ -91,14 +91,14 @@ class OverallBound:
 
         def pass_through(own: OverallBound) -> Floats:
             if tokens is None:
-                return own._times("f") + own._times(back)
+                return own._list_times("f") + own._list_times(back)
             return own._time_slice("f", tokens) + own._time_slice(back, tokens)
 
         least = self._least(pass_through)
         # Each device has at least one layer, whether it is the best for it or not.
         more = {speeds: float((pass_through(own) - least).min()) for speeds, own in self._kinds.items()}
         devices = () if self.cluster is None else self.cluster.devices
-        return float(least.sum()) + sum(more[device.speeds] for device in devices) + self._hops(tokens)
+        return float(least.sum()) + sum(more[device.speeds] for device in devices) + self._time_hops(tokens)
 
     def bound_holding(self) -> float:
         if self.limits is None or self.recompute:
@@ -114,7 +114,7 @@ class OverallBound:
 
     def _bound_held_area(self) -> float:
         """Memory times time that the activations of one microbatch take at least."""
-        both = self._least(lambda own: own._times("f") + own._times("i" if self.split else "b"))
+        both = self._least(lambda own: own._list_times("f") + own._list_times("i" if self.split else "b"))
         trips = np.cumsum(both[::-1])[::-1]
         return float((np.array([layer.activation for layer in self.profile.layers]) * trips).sum())
 
@@ -126,9 +126,9 @@ class OverallBound:
         """
         back = ("i",) if self.split else ("i", "w")
         share = min(1.0, self.profile.overlap)
-        held = self._terms("activation", "token")
+        held = self._list_terms("activation", "token") + np.array([layer.slices.keys for layer in self.profile.layers if layer.slices])
         token, pair = (
-            share * self._least(lambda own, term=term: np.add.reduce([own._terms(name, term) for name in ("f", *back)]))  # type: ignore[misc]
+            share * self._least(lambda own, term=term: np.add.reduce([own._list_terms(name, term) for name in ("f", *back)]))  # type: ignore[misc]
             for term in ("token", "pair")
         )
         passing = token * self._tokens**2 / 2 + pair * self._tokens**3 / 3
@@ -140,7 +140,7 @@ class OverallBound:
         assert self.profile.tokens is not None
         return self.profile.tokens
 
-    def _terms(self, name: str, term: str) -> Floats:
+    def _list_terms(self, name: str, term: str) -> Floats:
         """A term of the slice cost of every layer."""
         return np.array([getattr(getattr(layer.slices, name), term) for layer in self.profile.layers])
 
@@ -148,25 +148,27 @@ class OverallBound:
         """Least time of a slice of so many tokens on each layer: with nothing before it."""
         if name == "b":
             return self._time_slice("i", tokens) + self._time_slice("w", tokens)
-        times = self._terms(name, "fixed") + self._terms(name, "token") * tokens + self._terms(name, "pair") * tokens**2 / 2
+        times = self._list_terms(name, "fixed") + self._list_terms(name, "token") * tokens + self._list_terms(name, "pair") * tokens**2 / 2
         return np.asarray(min(1.0, self.profile.overlap) * times)
 
     def _time_first(self, name: str) -> Floats:
         """Least time on each layer of what comes first and last of all: a microbatch, or its first slice."""
-        return self._times(name) if self.slices == 1 else self._time_slice(name, self.least_slice)
+        return self._list_times(name) if self.slices == 1 else self._time_slice(name, self.least_slice)
 
-    def _times(self, name: str) -> Floats:
+    def _list_times(self, name: str) -> Floats:
         """Time of a microbatch on each layer, of all its slices together."""
         if name == "b":
-            return self._times("i") + self._times("w")
+            return self._list_times("i") + self._list_times("w")
         # Overlapped actions take this share of their sum, and no action takes less.
         if self.slices > 1:
-            return self._time_slice(name, self._tokens) + min(1.0, self.profile.overlap) * (self.slices - 1) * self._terms(name, "fixed")
+            return self._time_slice(name, self._tokens) + min(1.0, self.profile.overlap) * (self.slices - 1) * self._list_terms(
+                name, "fixed"
+            )
         return min(1.0, self.profile.overlap) * np.array([getattr(layer, name) for layer in self.profile.layers])
 
     @property
     def _all(self) -> Floats:
-        return self._times("f") + self._times("b")
+        return self._list_times("f") + self._list_times("b")
 
     @cached_property
     def _kinds(self) -> dict[Speeds, OverallBound]:
@@ -195,24 +197,24 @@ class OverallBound:
         """The size of the smallest message, of a slice if its tokens are given."""
         return min(layer.output for layer in self.profile.layers) * (1.0 if tokens is None else tokens / self._tokens)
 
-    def _hop(self, tokens: float | None = None) -> float:
+    def _time_hop(self, tokens: float | None = None) -> float:
         """The least time of a message between two ranks."""
         profile, least = self.profile, self._find_least_size(tokens)
         if self.cluster is not None:
             return self.cluster.find_least_hop(least)
         return profile.latency + (0.0 if profile.bandwidth is None else least / profile.bandwidth)
 
-    def _hops(self, tokens: float | None) -> float:
+    def _time_hops(self, tokens: float | None) -> float:
         """The least time of the messages of one microbatch through all ranks and back."""
         return (
-            2 * (self.ranks - 1) * self._hop(tokens)
+            2 * (self.ranks - 1) * self._time_hop(tokens)
             if self.cluster is None
             else self.cluster.find_least_tour(self._find_least_size(tokens))
         )
 
     def _bound_before(self, layers: int) -> float:
         """Least idle time of a rank with so many layers before its first one: before its first action and after its last."""
-        hop = self._hop(None if self.slices == 1 else self.least_slice)
+        hop = self._time_hop(None if self.slices == 1 else self.least_slice)
         before = float(self._least(lambda own: own._time_first("f"))[:layers].sum()) + layers * hop
         # A split backward leaves weight gradients to run until the end.
         return before if self.split else before + float(self._least(lambda own: own._time_first("b"))[:layers].sum()) + layers * hop

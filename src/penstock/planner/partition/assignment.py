@@ -22,7 +22,7 @@ from penstock.ir.cluster import Cluster
 from penstock.ir.costs import Costs
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Floats, Ints
-from penstock.planner.partition.layer_runs import LayerRuns, memory_over
+from penstock.planner.partition.layer_runs import LayerRuns, PeakMoment, memory_over
 from penstock.planner.profile import Profile
 
 MOST_ORDERS = 50_000
@@ -127,7 +127,7 @@ class OrderScores:
     @cached_property
     def tables(self) -> list[Floats]:
         """By kind, the time of a microbatch on every run of layers, infinite if it does not fit."""
-        held = self._runs.sum_held(False, 1, 0) + self._runs.reserves[False]
+        held = self._runs.sum_held(False, PeakMoment(0, (1,), (0,), kept_gradients=(1,)).by_stage[0]) + self._runs.reserves[False]
         tables = []
         for kind in self.kinds:
             times = self._runs.on(self.cluster.devices[kind[0]]).times[False]

@@ -27,16 +27,16 @@ def reserves(
 ) -> list[float]:
     """Memory that each rank keeps free for running actions: the most that one of its stages needs beyond what it holds.
 
-    That is the workspace of a layer, and for a recomputed stage its activations beyond what it keeps. If the sequence is cut into slices of
+    That is the workspace of a layer, and for a recomputed stage its activations beyond its input. If the sequence is cut into slices of
     these lengths, it is the most of any slice.
     """
     if lengths:
         most = _tabulate_reserves(profile, sizes, recompute, lengths).max(axis=1)
         return [float(max(most[stage] for stage in placement.stages_of(rank))) for rank in range(placement.ranks)]
-    kept = _sum_kept(profile, sizes)
+    inputs = _list_inputs(profile, sizes)
     beyond = [
         max(layer.workspace for layer in run) + (max(sum(layer.activation for layer in run) - kept_input, 0.0) if again else 0.0)
-        for run, kept_input, again in zip(split_layers(profile, sizes), kept, recompute, strict=True)
+        for run, kept_input, again in zip(split_layers(profile, sizes), inputs, recompute, strict=True)
     ]
     return [max(beyond[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
 
@@ -64,15 +64,15 @@ def sliced_stage_costs(  # noqa: PLR0917
     profiles = _list_profiles(profile, placement, cluster)
     own = {id(one): {name: _sum_slices(one, sizes, lengths, name) for name in ("f", "i", "w")} for one in profiles}
     sums = {name: np.vstack([own[id(one)][name][stage] for stage, one in enumerate(profiles)]) for name in ("f", "i", "w")}
-    sums |= {name: _sum_slices(profile, sizes, lengths, name) for name in ("activation", "weight_stash")}
+    sums |= {name: _sum_slices(profile, sizes, lengths, name) for name in ("activation", "weight_stash", "kept", "kept_gradients")}
     again, last = np.array(recompute)[:, None], np.cumsum(sizes) - 1
     output = profile.tabulate_slices("output", lengths)[last]
-    held = np.where(again, _tabulate_kept(profile, sizes, lengths), sums["activation"])
+    held = np.where(again, _tabulate_inputs(profile, sizes, lengths), sums["activation"])
     if profile.keeps_output:
         held[:-1] += output[:-1]
     values = {**sums, "i": sums["i"] + again * sums["f"], "activation": held, "output": output}
     static = _add_reserves(profile, sizes, placement, reserves(profile, sizes, placement, recompute, lengths))
-    every: dict[str, Any] = {name: np.tile(table, microbatches) for name, table in values.items()}
+    every: dict[str, Any] = {name: np.tile(table, microbatches) if table.any() else 0.0 for name, table in values.items()}
     return replace(once, **every, parameters=static)
 
 
@@ -85,18 +85,17 @@ def _find_first_layers(sizes: Sequence[int]) -> list[int]:
     return [0, *accumulate(sizes[:-1])]
 
 
-def _tabulate_kept(profile: Profile, sizes: Sequence[int], lengths: Sequence[int]) -> Floats:
-    """What each stage holds of each slice if it is recomputed: its input, and what its layers keep in any case."""
+def _tabulate_inputs(profile: Profile, sizes: Sequence[int], lengths: Sequence[int]) -> Floats:
+    """The input of each stage (row) in each slice (column), which is its activation if it is recomputed."""
     assert profile.tokens is not None
     first = profile.input * np.array(lengths) / profile.tokens
-    inputs = np.vstack([first[None, :], profile.tabulate_slices("output", lengths)[np.cumsum(sizes)[:-1] - 1]])
-    return np.asarray(inputs + _sum_slices(profile, sizes, lengths, "kept"))
+    return np.vstack([first[None, :], profile.tabulate_slices("output", lengths)[np.cumsum(sizes)[:-1] - 1]])
 
 
 def _tabulate_reserves(profile: Profile, sizes: Sequence[int], recompute: Sequence[bool], lengths: Sequence[int]) -> Floats:
     """The memory that each stage needs beyond what it holds while it runs each slice."""
     workspace = np.maximum.reduceat(profile.tabulate_slices("workspace", lengths), _find_first_layers(sizes))
-    again = np.maximum(_sum_slices(profile, sizes, lengths, "activation") - _tabulate_kept(profile, sizes, lengths), 0.0)
+    again = np.maximum(_sum_slices(profile, sizes, lengths, "activation") - _tabulate_inputs(profile, sizes, lengths), 0.0)
     return np.asarray(workspace + np.where(np.array(recompute)[:, None], again, 0.0))
 
 
@@ -111,7 +110,7 @@ def stage_costs(
     """
     profiles = _list_profiles(profile, placement, cluster)
     runs = {id(one): split_layers(one, sizes) for one in profiles}
-    cut, kept = [runs[id(one)][stage] for stage, one in enumerate(profiles)], _sum_kept(profile, sizes)
+    cut, inputs = [runs[id(one)][stage] for stage, one in enumerate(profiles)], _list_inputs(profile, sizes)
     by_profile = {"latency": profile.latency, "bandwidth": profile.bandwidth, "contention": profile.contention}
     links = Costs(**by_profile if cluster is None else cluster.link_fields)
 
@@ -127,12 +126,13 @@ def stage_costs(
         w=sum_layers("w"),
         activation=tuple(
             (kept_input if again else whole) + output
-            for whole, kept_input, again, output in zip(held, kept, recompute, kept_output, strict=True)
+            for whole, kept_input, again, output in zip(held, inputs, recompute, kept_output, strict=True)
         ),
         weight_stash=sum_layers("weight_stash"),
+        kept=sum_layers("kept") if any(sum_layers("kept")) else 0.0,
         output=tuple(run[-1].output for run in cut),
         parameters=_add_reserves(profile, sizes, placement, reserves(profile, sizes, placement, recompute)),
-        reduce=_reduction(links, placement, sum_layers("gradients"), sum_layers("reduction")),
+        reduce=_time_reduction(links, placement, sum_layers("gradients"), sum_layers("reduction")),
         optimizer=sum_layers("update") if any(sum_layers("update")) else 0.0,
         overlap=profile.overlap,
         host_latency=profile.host_latency,
@@ -141,7 +141,9 @@ def stage_costs(
     )
 
 
-def _reduction(links: Costs, placement: Placement, gradients: Sequence[float], over_replicas: Sequence[float]) -> float | tuple[float, ...]:
+def _time_reduction(
+    links: Costs, placement: Placement, gradients: Sequence[float], over_replicas: Sequence[float]
+) -> float | tuple[float, ...]:
     """Time of the reduction over replicas, after the exchange between the two copies of the model in one pipeline."""
     if len(placement.copies) == 1:
         return tuple(over_replicas) if any(over_replicas) else 0.0
@@ -151,15 +153,13 @@ def _reduction(links: Costs, placement: Placement, gradients: Sequence[float], o
 
 
 def _add_reserves(profile: Profile, sizes: Sequence[int], placement: Placement, reserve: Sequence[float]) -> tuple[float, ...]:
-    """What each stage holds all the time, with the reserve of each rank added to its first stage."""
+    """Memory that each stage holds all the time, with the reserve of each rank added to its first stage."""
     static = [sum(layer.static for layer in run) for run in split_layers(profile, sizes)]
     for rank, size in enumerate(reserve):
         static[placement.stages_of(rank)[0]] += size
     return tuple(static)
 
 
-def _sum_kept(profile: Profile, sizes: Sequence[int]) -> list[float]:
-    """What each stage holds per microbatch if it is recomputed: its input, and what its layers keep in any case."""
-    cut = split_layers(profile, sizes)
-    inputs = [profile.input, *(run[-1].output for run in cut[:-1])]
-    return [size + sum(layer.kept for layer in run) for size, run in zip(inputs, cut, strict=True)]
+def _list_inputs(profile: Profile, sizes: Sequence[int]) -> list[float]:
+    """The input of each stage, which is its activation if it is recomputed."""
+    return [profile.input, *(run[-1].output for run in split_layers(profile, sizes)[:-1])]

@@ -87,19 +87,19 @@ def record_use(value: Any) -> None:
     if not is_initialized():
         return
     streams = [cuda.current_stream(), *([] if _side.stream is None else [_side.stream])]
-    for tensor in _cuda_tensors(value):
+    for tensor in _list_cuda_tensors(value):
         for stream in streams:
             tensor.record_stream(stream)
 
 
-def _cuda_tensors(value: Any) -> Iterable[Tensor]:
+def _list_cuda_tensors(value: Any) -> Iterable[Tensor]:
     """The GPU's tensors in a tree, and in the fields of dataclasses that stand in it."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
             if leaf.is_cuda:
                 yield leaf
         elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _cuda_tensors([getattr(leaf, name) for name in leaf.__dataclass_fields__])
+            yield from _list_cuda_tensors([getattr(leaf, name) for name in leaf.__dataclass_fields__])
 
 
 class StreamPair:
@@ -147,7 +147,7 @@ def split_multiprocessors(sizes: tuple[int, ...], device: int) -> tuple[int, ...
     The driver's own functions split the device once for all streams, into equal units; a part is one unit or several in a row. torch's
     green contexts (`torch.cuda.green_contexts`) are not suitable: each is made from the whole device, and two of them may overlap.
     """
-    driver, unit, total = _driver(), math.gcd(*sizes), sum(sizes)
+    driver, unit, total = _load_driver(), math.gcd(*sizes), sum(sizes)
     number = ctypes.c_int()
     _check(driver, "cuDeviceGet", ctypes.byref(number), device)
     whole, rest = (ctypes.create_string_buffer(_SIZE) for _ in range(2))
@@ -156,9 +156,9 @@ def split_multiprocessors(sizes: tuple[int, ...], device: int) -> tuple[int, ...
     if _count(whole, 0) < total:
         raise ScheduleError(f"{asked}, but the device has {_count(whole, 0)}")
     units = total // unit
-    split, made = ctypes.create_string_buffer(_SIZE * units), ctypes.c_uint(units)
-    _check(driver, "cuDevSmResourceSplitByCount", split, ctypes.byref(made), whole, rest, 0, unit)
-    counts = [_count(split, place) for place in range(made.value)]
+    split, count = ctypes.create_string_buffer(_SIZE * units), ctypes.c_uint(units)
+    _check(driver, "cuDevSmResourceSplitByCount", split, ctypes.byref(count), whole, rest, 0, unit)
+    counts = [_count(split, place) for place in range(count.value)]
     if counts != [unit] * units:
         raise ScheduleError(
             f"the device gives units of {counts} multiprocessors, but {asked} need {units} units of {unit}: request multiples of a size "
@@ -188,7 +188,7 @@ def _create_stream(driver: Any, device: Any, resources: Any, count: int) -> int:
     return stream.value or 0
 
 
-def _driver() -> Any:
+def _load_driver() -> Any:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Which group and rank this code runs on, and the groups of torch.distributed that this process has joined."""
+"""The group and rank that this code runs on, and the groups of torch.distributed that this process has joined."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def refuse_threads() -> None:
 
 
 def initialise() -> None:
-    """Initialise torch.distributed, if nobody has. If `torchrun` keeps its store, the keys carry a prefix of this start."""
+    """Initialise torch.distributed, unless it is. If `torchrun` keeps its store, the keys carry a prefix of this start."""
     if dist.is_initialized():
         return
     if not _store_is_kept():

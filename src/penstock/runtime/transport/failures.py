@@ -101,7 +101,7 @@ class Notices:
 
 
 class FailureBoard:
-    """What ranks write for each other about failures and returns, in one generation of connections.
+    """Reports of ranks about failures and returns, in one generation of connections.
 
     The store may go away at any time. Writes are lost then, reads find nothing, and ranks report what they know by themselves.
     `notices` are those of all generations: one is posted for everything that the other ranks should see soon.
@@ -141,15 +141,15 @@ class FailureBoard:
     def _compose(self, failure: bytes) -> FailureReport:
         reporter, headline, cause, fatal, late = pickle.loads(failure)
         self._wait(f"doing/{rank}" for rank in range(self.ranks))
-        lines = self._activities()
+        lines = self._list_activities()
         if late:
             headline += _describe_holdup(reporter, lines)
         report = FailureReport(_join(headline, lines), cause, fatal)
         self._set("report", pickle.dumps(report))
         return report
 
-    def _activities(self) -> list[str]:
-        """What each rank was doing, as its `Activity` describes it."""
+    def _list_activities(self) -> list[str]:
+        """The activity of each rank, as its `Activity` describes it."""
         lines = (self._get(f"doing/{rank}") for rank in range(self.ranks))
         return ["does not answer" if line is None else line.decode() for line in lines]
 
@@ -164,7 +164,7 @@ class FailureBoard:
         if failure is not None:
             return self._compose(failure)
         headline = "a rank failed, and the store that connects the ranks is gone"
-        return FailureReport(_join(headline, self._activities()), None, True)
+        return FailureReport(_join(headline, self._list_activities()), None, True)
 
     def post_return(self, exchanges: int) -> None:
         """Tell the other ranks that this one has returned after so many exchanges, unless another has after as few."""
@@ -211,8 +211,8 @@ class FailureBoard:
             self.store.set(key, value)
 
     def _wait(self, keys: Iterable[str], seconds: float = _ANSWER) -> None:
-        wanted, until = list(keys), time.monotonic() + seconds
-        while time.monotonic() < until and not self._has(*wanted):
+        waiting, until = list(keys), time.monotonic() + seconds
+        while time.monotonic() < until and not self._has(*waiting):
             time.sleep(_PAUSE)
 
 

@@ -119,7 +119,7 @@ class Processes(Group):
         pause, until = _PAUSE, time.monotonic() + deadline
         notices, news = Notices(self._store), True
         while not store.check(["here/all"]):
-            ended, returned = (self._ranks_that("ended"), self._ranks_that("returned")) if news else ([], [])
+            ended, returned = (self._list_ranks("ended"), self._list_ranks("returned")) if news else ([], [])
             if ended or returned or time.monotonic() > until:
                 missing = [rank for rank in range(self.ranks) if not store.check([f"here/{rank}"])]
                 gone = f"ranks {ended} have ended" if ended else f"ranks {returned} have returned: they made fewer calls"
@@ -134,7 +134,7 @@ class Processes(Group):
             return bool(self._store.check([what]))
         return False
 
-    def _ranks_that(self, what: str) -> list[int]:
+    def _list_ranks(self, what: str) -> list[int]:
         """The ranks that have `ended` or `returned`; one request while there are none."""
         with contextlib.suppress(RuntimeError):
             return [rank for rank in range(self.ranks) if self._store.check([f"{what}/{rank}"])] if self._has_any(what) else []
@@ -150,7 +150,7 @@ class Processes(Group):
         return self.generation == 0 and self._failure is None
 
     def close(self) -> None:
-        """Leave for good. Waits until all ranks have finished, because messages that nobody has read yet would be lost."""
+        """Leave for good. Waits until all ranks have finished, because messages that are not read yet would be lost."""
         self._activity.over = True
         with contextlib.suppress(RuntimeError):  # the store may be gone
             self._store.set(f"returned/{self.rank}", b"")
@@ -238,9 +238,9 @@ class Processes(Group):
         if self._failure is None:
             self.board.post_activity(self._activity.describe())
             self._failure = self.board.read_report()
-        raise self._error(self._failure, None)
+        raise self._build_error(self._failure, None)
 
-    def _error(self, report: FailureReport, cause: BaseException | None) -> PipelineError:
+    def _build_error(self, report: FailureReport, cause: BaseException | None) -> PipelineError:
         error = PipelineError(report.text)
         error.__cause__ = cause or (None if report.cause is None else report.cause.rebuild())
         return error
@@ -253,7 +253,7 @@ class Processes(Group):
         self._raised = True
         self._disconnect()
         is_first = self._failure.text.startswith(headline)
-        return self._error(self._failure, cause if is_first else None)
+        return self._build_error(self._failure, cause if is_first else None)
 
     def fail(self, rank: int | None, error: BaseException, *, fatal: bool = False) -> None:
         if self.connection is not None or self._failure is None:
@@ -270,7 +270,7 @@ class Processes(Group):
         if not self._raised:
             self._raise()
         if self._failure is not None and self._failure.fatal:
-            raise self._error(self._failure, None)
+            raise self._build_error(self._failure, None)
         self._connect(max(deadline, CONNECT))
 
     # Messages ---------------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class Processes(Group):
     def open(self, routes: Iterable[Route], deadline: float) -> None:
         if self.direct:
             everyone = self.gather(self.rank, "routes", sorted(routes), deadline)
-            self._routes = sorted({*self._routes, *(route for theirs in everyone for route in theirs)})
+            self._routes = sorted({*self._routes, *(route for opened in everyone for route in opened)})
             assert self._devices is not None
             self._devices.open(self._routes)
 

@@ -204,7 +204,7 @@ class SliceCache:
 
 @dataclass
 class SliceInputs:
-    """What a stage's forward knows of the slice that it runs."""
+    """The slice that a stage's forward runs."""
 
     cache: SliceCache
     documents: Tensor | None

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from penstock.errors import PenstockError, TorchVersionError
 from penstock.runtime.torch_internals.version import FIRST, LAST, check_torch_version, describe_range, is_supported
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 MINORS = [(FIRST[0], minor) for minor in range(FIRST[1], LAST[1] + 1)]
 
 

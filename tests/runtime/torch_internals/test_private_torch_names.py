@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from penstock.errors import PenstockError, TorchVersionError
 from penstock.runtime.torch_internals.lookup import check_private, find_private
-from private_torch_names import SOURCE, find_attributes, find_definitions, find_dotted, read_texts, scan
+from runtime.torch_internals.private_torch_names import SOURCE, find_attributes, find_definitions, find_dotted, read_texts, scan
 
 DOTTED, ATTRIBUTES = scan()
 DROP_IN = "compat/torch/"
