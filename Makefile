@@ -16,6 +16,7 @@ PAGE := web/node_modules/.installed
 DEEPSPEED := .venv-deepspeed
 TITAN := .venv-titan
 SKY := .venv-sky
+TITAN_TESTS := tests/models/test_processes_torchtitan.py tests/integrations/test_torchtitan_modules.py tests/docs/test_torchtitan_settings.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -64,15 +65,16 @@ paper: $(DEV)  ## plan a trillion parameters on 4,096 GPUs, on paper
 docs: $(DEV)  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-pictures: $(DEV) $(PAGE)  ## draw docs/architecture.svg and take docs/studio.png from the live studio
+pictures: $(DEV) $(PAGE)  ## draw docs/architecture.svg and take docs/studio*.png from the live studio
 	$(BIN)/python docs/maker/rooms.py
 	PENSTOCK_PYTHON=$(abspath $(BIN))/python node docs/maker/studio.mjs
 
 deepspeed: $(DEEPSPEED)/.installed  ## train with GPipe's and eager 1F1B's order in DeepSpeed's own engine, installed apart
 	@$(DEEPSPEED)/bin/python examples/deepspeed_orders.py
 
-titan: $(TITAN)/.installed  ## train torchtitan's debug model for 20 steps by our plan, in its own Trainer on two processes, installed apart
+titan: $(TITAN)/.installed  ## train torchtitan's debug model for 20 steps by our plan, in its own Trainer, and run the tests that need torchtitan
 	@OMP_NUM_THREADS=1 LOG_RANK=0,1 $(TITAN)/bin/torchrun --standalone --nproc-per-node 2 examples/torchtitan/train_debugmodel.py --training.steps 20 --dump_folder .cache/titan
+	OMP_NUM_THREADS=1 $(TITAN)/bin/python -m pytest -q $(TITAN_TESTS)
 
 sky: $(SKY)/.installed  ## have SkyPilot itself check the task in examples/launchers/, installed apart; it needs no account
 	@HOME=$(CURDIR)/$(SKY)/home $(SKY)/bin/python -c 'import sky; print(sky.Task.from_yaml("examples/launchers/skypilot.yaml"))'
@@ -112,7 +114,7 @@ $(DEEPSPEED)/.installed: $(DEV)
 # torchtitan needs a newer torch than the tests' one, so it shares nothing with their environment.
 $(TITAN)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(TITAN)
-	$(TITAN)/bin/python -m pip --disable-pip-version-check -q install torch==2.15.0 torchtitan==0.3.0 cloudpickle -e .
+	$(TITAN)/bin/python -m pip --disable-pip-version-check -q install torch==2.15.0 torchtitan==0.3.0 cloudpickle pytest hypothesis -e .
 	@touch $@
 
 # SkyPilot has many dependencies, and none of them are Penstock's.

@@ -12,9 +12,8 @@ import pytest
 import penstock as ps
 from penstock.errors import CostsError, FileFormatError, PlanError
 from penstock.ir.kind import COMPUTE, Kind
-from penstock.passes.offload import Offload
+from penstock.passes.offload import Offload, move_activations
 from penstock.planner.candidate import count_moves
-from penstock.planner.offload import move_activations
 from penstock.planner.plan import Plan
 from penstock.verifier.rules.offload import peak_host_memory
 from planner.sliced_models import random_model

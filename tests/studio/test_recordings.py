@@ -19,7 +19,7 @@ SOURCE = {"kind": "file", "name": "drawn"}
 COLUMNS = ("start", "end", "depart", "arrive")
 
 
-def write_traces(timeline: ps.Timeline, folder: Path, seed: int, *, gpu: bool, form: str) -> list[Path]:
+def write_traces(timeline: ps.Timeline, folder: Path, seed: int, *, gpu: str, form: str) -> list[Path]:
     """Traces as `torch.profiler` writes them, of two steps by clocks of their own, with nested ranges and other events among them."""
     random, paths = Random(seed), []
     for rank in range(timeline.ranks):
@@ -30,11 +30,14 @@ def write_traces(timeline: ps.Timeline, folder: Path, seed: int, *, gpu: bool, f
             for span in timeline.spans(rank):
                 noise = random.uniform(0, 0.4)
                 entered, start, end = begin + span.start - span.wait, begin + span.start + noise, begin + span.end + noise
-                events += [_slice("user_annotation", _name(span.action, form), entered, end)]
+                ident = {"args": {"External id": len(events)}} if gpu == "numbered" else {}
+                events += [_slice("user_annotation", _name(span.action, form), entered, end) | ident]
                 events += [_slice("user_annotation", form.format(part), start, end) for part in span.action.parts if part != span.action]
                 events += [_slice("cpu_op", "gloo:recv", entered, start), _slice("cpu_op", "aten::mm", start, end)]
-                if gpu:
-                    events.append(_slice("gpu_user_annotation", _name(span.action, form), start + 0.5, end + 0.5))
+                for stream, kernel, late in ((7, "gemm", 0.5), (20, "ncclDevKernel_SendRecv", 0.9)) if gpu else ():
+                    place = {"pid": 0, "tid": stream}
+                    events.append(_slice("gpu_user_annotation", _name(span.action, form), start + late, end + late) | place | ident)
+                    events.append(_slice("kernel", kernel, start + late, end + late) | place)
         path = folder / f"worker_{rank}.json"
         path.write_text(json.dumps({"traceEvents": events, "distributedInfo": {"rank": rank}, "baseTimeNanoseconds": 5_000_000 * rank}))
         paths.append(path)
@@ -51,13 +54,13 @@ def _slice(category: str, name: str, start: float, end: float) -> dict[str, Any]
     return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start}
 
 
-@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("gpu", ["", "in turn", "numbered"])
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("1f1b", "numbered"), ("interleaved-1f1b", "PP:{}"), ("zbv", "penstock::{}"), ("dualpipe-v", "PP:{}")],
+    [("1f1b", "numbered"), ("interleaved-1f1b", "PP:{}"), ("zbv", "penstock::{}"), ("dualpipe-v", "PP:{}"), ("dualpipe", "PP:{}")],
 )
-def test_traces_of_a_profiler_are_read_as_the_library_does(tmp_path: Path, page: Page, name: str, form: str, gpu: bool) -> None:
-    schedule = ps.schedule(name, ranks=3, microbatches=6)
+def test_traces_of_a_profiler_are_read_as_the_library_does(tmp_path: Path, page: Page, name: str, form: str, gpu: str) -> None:
+    schedule = ps.schedule(name, ranks=4 if name == "dualpipe" else 3, microbatches=8 if name == "dualpipe" else 6)
     costs = ps.Costs(f=10.0, i=12.0, w=8.0, b=20.0, latency=1.0)
     paths = write_traces(ps.simulate(ps.lower(schedule), costs), tmp_path, seed=7, gpu=gpu, form=form)
     ours = read_traces(paths)

@@ -5,7 +5,7 @@ import { fileURLToPath } from "node:url";
 import type { Page } from "playwright-core";
 import { expect, inject, test } from "vitest";
 import type { Target } from "../src/draw/target.ts";
-import { addressed, click, cut, drawn, read, settled, tile, until, where } from "./page.ts";
+import { addressed, click, cut, drawn, read, settled, texts, tile, until, where } from "./page.ts";
 import { python, run } from "./penstock.ts";
 import { Session } from "./session.ts";
 
@@ -97,7 +97,7 @@ test("a schedule is broken, its cycle shown, and the remedy applied and proved b
   await drag(page, 10, 4);
   const findings = page.getByTestId("findings");
   await findings.getByText("ranks wait for each other in a cycle").waitFor();
-  const waits = await findings.locator(".waits > span").allInnerTexts();
+  const waits = await texts(findings.locator(".waits > span"));
   expect(waits.length).toBeGreaterThanOrEqual(2);
   waits.forEach((text, k) => expect(text).toMatch(new RegExp(`^${k + 1}\\s+rank \\d+ waits in step \\d+`)));
   await page.getByTestId("verdict").getByText(/^Hangs/).waitFor();
@@ -225,7 +225,7 @@ test("when nothing fits, no candidate reads yes, and what would fit is a button 
   await page.getByRole("button", { name: "Plan", exact: true }).click();
   await page.getByRole("alert").getByText("no plan fits").waitFor();
   const rows = page.getByTestId("candidates").locator("tbody tr");
-  if (await rows.count()) expect(await rows.locator("td:nth-child(7)").allInnerTexts()).not.toContain("yes");
+  if (await rows.count()) expect(await texts(rows.locator("td:nth-child(7)"))).not.toContain("yes");
   expect(await page.getByTestId("best").count()).toBe(0);
   const limit = page.getByRole("list", { name: "What would fit" }).getByRole("button", { name: /^Plan with [\d.]+ per rank$/ });
   const wanted = /[\d.]+/.exec(await limit.innerText())![0];
@@ -248,7 +248,7 @@ test("when the parameters alone do not fit, there is no empty plot, and each but
   const first = await refuse();
   expect(await first.getByTestId("tradeoff").count()).toBe(0);
   const buttons = first.getByRole("list", { name: "What would fit" }).getByRole("button");
-  const words = await buttons.allInnerTexts();
+  const words = await texts(buttons);
   expect(words).toEqual([expect.stringMatching(/^Plan with \d+ ranks$/), expect.stringMatching(/^Plan with [\d.]+ per rank$/)]);
   for (const text of words) {
     const page = await refuse();
@@ -265,7 +265,7 @@ test("the plan that was chosen is plotted and in the table, each candidate once,
   expect(await page.locator(".mark.best").count()).toBe(1);
   expect(await page.locator("tr.chosen").count()).toBe(1);
   expect(await page.getByTestId("tradeoff").locator(".limit-text").innerHTML()).toBe("limit 34.2 GiB, 5% kept free");
-  const names = await page.getByTestId("candidates").locator("tbody th").allInnerTexts();
+  const names = await texts(page.getByTestId("candidates").locator("tbody th"));
   const named = names.map((name) => name.replace(" ◆", "")).filter((name) => name !== "searched");
   expect(new Set(named).size).toBe(named.length);
   for (const row of await page.getByTestId("candidates").locator("tbody tr").all()) {
@@ -286,7 +286,7 @@ test("a candidate opens beside the current schedule, the table is sorted, and wh
   const memory = page.getByRole("columnheader", { name: "memory" });
   await memory.getByRole("button").click();
   expect(await memory.getAttribute("aria-sort")).toBe("ascending");
-  const held = (await page.getByTestId("candidates").locator("tbody tr td:nth-child(6)").allInnerTexts()).map(Number);
+  const held = (await texts(page.getByTestId("candidates").locator("tbody tr td:nth-child(6)"))).map(Number);
   expect(held).toEqual([...held].sort((one, other) => one - other));
   expect(await page.getByRole("columnheader", { name: "placement" }).count()).toBe(1);
   const csv = readFileSync(await saved(page, "CSV"), "utf8");
@@ -332,7 +332,7 @@ test("traces of a profiler, one per rank, are laid over a schedule without a ser
   await page.getByTestId("file-recorded").setInputFiles(files.slice(0, 1));
   await page.getByTestId("notice").getByText("lay the traces of all ranks over the schedule together").waitFor();
   await page.getByTestId("file-recorded").setInputFiles(files);
-  const said = await page.getByTestId("differences").getByRole("listitem").allInnerTexts();
+  const said = await texts(page.getByTestId("differences").getByRole("listitem"));
   expect(said[0]).toMatch(/^2F3 on rank 2 \+2: takes 3, predicted 1$/);
   await page.getByTestId("file").setInputFiles(files[0]);
   await page.getByTestId("notice").getByText("drop the trace on its chart, or one trace per rank").waitFor();
@@ -349,12 +349,12 @@ test("a recorded run is dropped onto the chart and stands beside the prediction,
   await page.dispatchEvent("[data-testid=timeline]", "drop", { dataTransfer: data });
   const differences = page.getByTestId("differences");
   await differences.waitFor();
-  const said = await differences.getByRole("listitem").allInnerTexts();
+  const said = await texts(differences.getByRole("listitem"));
   expect(said[0]).toMatch(/^2F3 on rank 2 \+2: takes 3, predicted 1$/);
   await page.locator(".legend").getByText("longer").waitFor();
   await differences.getByRole("button").first().click();
   await page.getByTestId("details").getByText(/, measured$/).waitFor();
-  const cards = await page.locator(".dock > .numbers h2").allInnerTexts();
+  const cards = await texts(page.locator(".dock > .numbers h2"));
   expect(cards).toEqual(["Predicted against measured", "Differences"]);
   expect(await page.getByTestId("lateness").locator("h3").first().innerText()).toMatch(/largest differences$/);
   expect(await cut(page)).toEqual([]);

@@ -120,7 +120,10 @@ describe("traces of a profiler", () => {
   test("of some ranks, of one rank twice and beside other files are refused with what to do", () => {
     const both = traces((action) => `PP:${action}`);
     expect(() => core.timingOf(view, core.readRecording(both.slice(0, 1)))).toThrow("one rank of 2: lay the traces of all ranks over the schedule together");
-    expect(() => core.readRecording([both[0], both[0]])).toThrow("must be of ranks 0, 1 and so on, one file each");
+    expect(() => core.readRecording([both[0], { ...both[0], name: "copy_1.json" }])).toThrow("both ran 0F0: give the files of one pipeline");
+    expect(() => core.readRecording([both[0], traces(numbered)[1]])).toThrow("are of different runs");
+    expect(() => core.readRecording([traces(numbered)[0], traces(numbered)[0]])).toThrow("so give one file for each");
+    expect(() => core.readRecording([both[0], traces((action) => `PP:${action}`, [0, 0], 2)[1]])).toThrow("different numbers of steps: 1 in trace_0.json (rank 0), 2 in trace_1.json (rank 1)");
     expect(() => core.readRecording([both[0], { name: "t.json", text: JSON.stringify(timeline) }])).toThrow("t.json is a run of all ranks");
   });
 });

@@ -154,7 +154,11 @@ class Table(ABC):
         return Grid.spaced(self).text(mark=mark, steps=steps)
 
     def to_csv(self, path: str | PathLike[str]) -> None:
-        """Write PyTorch's CSV form: one row per rank, one cell per action. Of the stage graph it has only the edges that messages name."""
+        """Write PyTorch's CSV form: one row per rank, one cell per action. Of the stage graph it has only the edges that messages name.
+
+        `penstock.load` reads every such file back. PyTorch has no placements with two copies of a model, no edges that skip stages and no
+        copies to host memory: it refuses or misreads a file with those, and the commands refuse to write one.
+        """
         from penstock.ir.formats.csv_form import write_csv
 
         write_csv(self, path)

@@ -11,6 +11,7 @@ from penstock.ir import codes
 from penstock.ir.kind import COMPUTE, COPIES, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Ints, Rows, find_first
+from penstock.ir.schedule import Schedule
 from penstock.passes.base import Pass, Stages, check_stages, is_within
 from penstock.text.units import check_count
 
@@ -66,6 +67,18 @@ class Offload(Pass):
             (np.flatnonzero((rank == number) & competing), share * count // 100)
             for number, (share, count) in enumerate(zip(shares, counts, strict=True))
         ]
+
+
+def move_activations(schedule: Schedule, offload: Offload) -> Schedule:
+    """The schedule with the copies that the pass adds, for any number of microbatches that it can be built for."""
+    moved = offload.apply(Program.start(schedule))
+    remake = schedule.remake
+    changed = Schedule.from_rows(
+        moved.rows, schedule.placement, schedule.microbatches, graph=schedule.graph, name=schedule.name, slices=schedule.slices
+    )
+    changed.options = schedule.options
+    changed.remake = None if remake is None else lambda microbatches: move_activations(remake(microbatches), offload)
+    return changed
 
 
 @dataclass(frozen=True)

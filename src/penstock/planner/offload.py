@@ -14,9 +14,8 @@ from functools import cached_property
 from typing import Any
 
 from penstock.ir.kind import COMPUTE, Kind
-from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
-from penstock.passes.offload import Offload
+from penstock.passes.offload import Offload, move_activations
 from penstock.planner.candidate import Candidate, Verdict
 from penstock.planner.named_schedules import NamedSchedule
 from penstock.planner.partition.layer_runs import PeakMoment
@@ -74,18 +73,6 @@ class OffloadProblem(Problem):
             return True
         held = peak_host_memory(timeline.table, self.costs)
         return not any(peak > limit * (1 + SLACK) for peak, limit in zip(held, self.host_limits, strict=True))
-
-
-def move_activations(schedule: Schedule, offload: Offload) -> Schedule:
-    """The schedule with the copies that the pass adds."""
-    moved = offload.apply(Program.start(schedule))
-    remake = schedule.remake
-    changed = Schedule.from_rows(
-        moved.rows, schedule.placement, schedule.microbatches, graph=schedule.graph, name=schedule.name, slices=schedule.slices
-    )
-    changed.options = schedule.options
-    changed.remake = None if remake is None else lambda microbatches: move_activations(remake(microbatches), offload)
-    return changed
 
 
 def make_roomy_problem(candidate: Candidate, request: Request) -> tuple[Problem, Schedule]:

@@ -32,7 +32,7 @@ from penstock.runtime.device.streams import get_current_stream, use_stream
 from penstock.runtime.execution.cuda_graphs import refuse_graphs
 from penstock.runtime.execution.executor import Executor
 from penstock.runtime.execution.overlap import make_overlap
-from penstock.runtime.execution.programs import build_training_program, find_table, forward_program
+from penstock.runtime.execution.programs import OffloadChoice, add_moves, build_training_program, find_table, forward_program
 from penstock.runtime.measure.metrics import OnStep, StepMeter, list_callbacks
 from penstock.runtime.measure.parity import Parity, StepArguments, compare_step
 from penstock.runtime.measure.recorder import StepTimes, build_timeline, clock_offsets
@@ -135,6 +135,9 @@ class Pipeline:
       of them;
     - `recompute`: whether stages keep only their inputs and run their forward again before their backward: a `bool`, or one `bool` per
       stage; defaults to the plan's choice;
+    - `offload`: the percentage of each rank's activations to move to host memory between their forward and backward, one percentage per
+      rank, or True for all, with any number of microbatches; defaults to what the plan, schedule or program says, which must not have
+      copies otherwise;
     - `compile`: True, options for `torch.compile`, a function that compiles a stage's module, or one of these per stage.
       Compiled stages run a whole backward, and so do stages that ask autograd for a weight's gradient in their forward or loss, or that
       differentiate a gradient. If the schedule splits such a backward, `merged` says what that costs;
@@ -175,13 +178,14 @@ class Pipeline:
         transport: str = "auto",
         weights: Weights = None,
         recompute: Recompute = None,
+        offload: OffloadChoice = None,
         compile: Compile | Sequence[Compile] = None,  # noqa: A002 - torch's own name
         graphs: bool = False,
         slice_lengths: SliceLengths = None,
         sequence_dims: mb.Dims | SequenceDims = 1,
     ) -> None:
         ranks = GroupOptions(group, mesh, transport, deadline)
-        run = ExecutionOptions(seed, accumulate, overlap, graphs)
+        run = ExecutionOptions(seed, accumulate, overlap, graphs, offload)
         data = DataOptions(shard, Shard(lookahead, residency), accumulate_dtype)
         batch = BatchOptions(batch_dims, target_dims, kwarg_dims, slice_lengths, sequence_dims)
         self._plan: Any = plan if schedule is None else schedule
@@ -190,7 +194,8 @@ class Pipeline:
         devices = getattr(self._plan, "devices", ())  # of a plan for a cluster
         self.group, self.rank, self.grid = find_group(ranks.group, ranks.mesh, ranks.transport, devices)
         self.number = self.group.number_pipeline(self.rank)
-        self.table = find_table(self._plan, self.group.ranks, microbatches)
+        self.offload = run.offload
+        self.table = add_moves(find_table(self._plan, self.group.ranks, microbatches), self.offload)
         self.microbatches = self.table.microbatches
         self.record, self.graphs = record, run.graphs
         self.seed, self.overlap = run.seed, make_overlap(run.overlap)
@@ -389,7 +394,7 @@ class Pipeline:
         if executor is None:
             semantics = "rendezvous" if self.group.rendezvous else "channels"
             if training:
-                table = self.table if schedule is None else schedule
+                table = self.table if schedule is None else add_moves(schedule, self.offload)
                 program = build_training_program(table, count, self.unsplit, semantics, self.data.shard)
             else:
                 program = forward_program(self.table, count, semantics, self.data.shard)
@@ -763,6 +768,7 @@ class ExecutionOptions:
     accumulate: str
     overlap: Callable[..., None] | str | None
     graphs: bool
+    offload: OffloadChoice
 
     def __post_init__(self) -> None:
         if self.accumulate not in ("autograd", "fused"):

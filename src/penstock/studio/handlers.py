@@ -16,7 +16,7 @@ from penstock.ir.table import Table
 from penstock.passes.lower import lower
 from penstock.passes.offload import Offload
 from penstock.planner.request import check_limits
-from penstock.schedules.registry import Algorithm, algorithm, algorithms
+from penstock.schedules.registry import Algorithm, algorithms, parse_name
 from penstock.studio.document import Document, describe_findings, document, timeline_document
 from penstock.studio.limits import LONGEST_NAME, check_file, check_request, check_shape, check_table
 from penstock.studio.plan_request import check_plan
@@ -75,7 +75,7 @@ def _find_type(named: Algorithm, option: str) -> str:
 def view(body: Any) -> Document:
     """Make the document of a schedule by name."""
     request = check_request(body, _VIEW, required=("schedule", "ranks", "microbatches"))
-    named = algorithm(request["schedule"][:LONGEST_NAME])
+    named, request = _read_name(request)
     costs = Costs.from_json(request.get("costs") or {})
     table = _build(named, request, costs)
     limits = check_limits(request.get("memory_limit"), table.ranks)
@@ -83,6 +83,16 @@ def view(body: Any) -> Document:
     source |= {"chunks": table.chunks, "options": request.get("options") or {}, "lower": table.lowered, "fsdp": request.get("fsdp", False)}
     source["offload"] = request.get("offload") or ""
     return document(table, costs, source=source, memory_limit=_simplify_limit(limits), depends_on_costs="costs" in named.options)
+
+
+def _read_name(request: dict[str, Any]) -> tuple[Algorithm, dict[str, Any]]:
+    """The schedule, and the request with the options that its name has in braces."""
+    named, options = parse_name(request["schedule"][:LONGEST_NAME])
+    chunks = named.take_chunks(options.pop("chunks", None), options)
+    twice = [name for name in options if name in (request.get("options") or {})]
+    if twice or (chunks is not None and request.get("chunks") not in (None, chunks)):
+        raise UsageError(f"{twice[0] if twice else 'chunks'} is given twice: in the name of the schedule and beside it")
+    return named, {**request, "chunks": request.get("chunks") or chunks, "options": {**(request.get("options") or {}), **options}}
 
 
 def _simplify_limit(limits: tuple[float, ...] | None) -> Any:

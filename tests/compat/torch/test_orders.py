@@ -202,6 +202,8 @@ def test_as_torch_by_name_and_its_refusals() -> None:
         table = ps.schedule(name, 2, 4, **options)
         runtime = OURS.top.as_torch(name, mock_stages(2, chunks), 4)
         assert texts(runtime.pipeline_order) == texts(OURS.top.as_torch(table, mock_stages(2, chunks)).pipeline_order)
+    with_options = OURS.top.as_torch("interleaved-1f1b{chunks=3}", mock_stages(2, 3), 4)
+    assert texts(with_options.pipeline_order) == texts(OURS.top.as_torch("interleaved-1f1b", mock_stages(2, 3), 4).pipeline_order)
     one = mock_stages(2, 1)
     for table, stages, match in (  # type: ignore[assignment]
         ("1f1b", one, "pass n_microbatches="),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import csv
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -240,6 +242,27 @@ def test_blank_text_is_no_action() -> None:
 def test_parsing_is_strict(text: str) -> None:
     with pytest.raises(RuntimeError, match="Invalid action string"):
         OURS.schedules._Action.from_str(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("2F3.1", "slice of a microbatch"), ("0OFFLOAD0", "between device and host"), ("0SEND_F1>3", "skips stages")],
+)
+def test_what_torch_does_not_have_is_refused(text: str, reason: str) -> None:
+    """Torch itself drops what stands behind the microbatch, and would run something else."""
+    with pytest.raises(RuntimeError, match=reason):
+        OURS.schedules._Action.from_str(text)
+
+
+def test_files_of_sliced_schedules_are_read_as_torch_reads_them(tmp_path: Path) -> None:
+    """As orders of microbatches; the number of slices behind the first action is passed over."""
+    ps.schedule("seq1f1b", ranks=2, microbatches=2, slices=3).to_csv(tmp_path / "sliced.csv")
+    with open(tmp_path / "sliced.csv", newline="") as file:
+        cells = [cell for row in csv.reader(file) for cell in row]
+    assert cells[0] == "0F0 slices=3"
+    for cell in cells:
+        theirs, mine = (package.schedules._Action.from_str(cell) for package in BOTH)
+        assert mine == theirs
 
 
 def test_computation_types_from_text() -> None:

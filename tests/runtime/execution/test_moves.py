@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock as ps
-from penstock.errors import PipelineError, ScheduleError
+from penstock.errors import PassError, PipelineError, ScheduleError
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.program import Program
@@ -83,6 +83,42 @@ def test_a_schedule_with_copies_is_lowered_with_them() -> None:
     model = nn.Sequential(*(block() for _ in range(3)))
     peaks = [held[0] for _, _, held in train(model, schedule)]
     assert peaks[0] > 0
+
+
+@pytest.mark.parametrize("choice", [100, True, (100, 100, 50), Offload(100, ahead=2)])
+def test_a_pipeline_adds_copies_for_any_number_of_microbatches(choice: Any) -> None:
+    """As the lowered program of as many microbatches has them, and with the same numbers as without."""
+    schedule, model = ps.schedule("1f1b", ranks=3, microbatches=6), nn.Sequential(*(block() for _ in range(3)))
+    batches = [torch.randn(2, WIDTH) for _ in range(9)]
+    offload = choice if isinstance(choice, Offload) else Offload(100 if choice is True else choice)
+
+    def on_rank(added: Any) -> Any:
+        pipe = Pipeline(copy.deepcopy(model), schedule, loss_fn=functional.mse_loss, seed=3, offload=added)
+        losses = [pipe.step_list(batches[:count], batches[:count]).loss for count in (6, 9)]
+        losses.append(pipe.step(torch.cat(batches), target=torch.cat(batches), microbatches=9).loss)
+        return losses, [pipe.program(count) for count in (6, 9)]
+
+    for (losses, programs), (expected, _) in zip(launch(on_rank, 3, args=(choice,)), launch(on_rank, 3, args=(None,)), strict=True):
+        assert all(map(torch.equal, losses, expected))
+        for count, program in zip((6, 9), programs, strict=True):
+            assert program.rows == ps.lower(ps.schedule("1f1b", ranks=3, microbatches=count), offload=offload).rows
+
+
+def test_what_cannot_be_moved_by_a_pipeline_is_refused() -> None:
+    schedule, model = ps.schedule("1f1b", ranks=3, microbatches=6), nn.Sequential(*(block() for _ in range(3)))
+    moved = ps.lower(schedule, offload=100)
+    for table, choice, message in [
+        (ps.lower(schedule), 50, "is a program, which runs as it is"),
+        (moved, True, "is a program, which runs as it is"),
+        (moved.schedule(), 50, "moves activations already: leave offload= out"),
+        (schedule, 120, "at most 100"),
+        (schedule, (50, 50), "2 percentages for 3 ranks"),
+    ]:
+        with pytest.raises((ScheduleError, PassError, PipelineError), match=message):
+            launch(lambda table=table, choice=choice: Pipeline(model, table, offload=choice), 3)
+    for choice in (False, 0):
+        tables = launch(lambda choice=choice: Pipeline(model, schedule, loss_fn=functional.mse_loss, offload=choice).table, 3)
+        assert all(table == schedule for table in tables)
 
 
 def test_evaluation_moves_nothing() -> None:

@@ -82,5 +82,13 @@ def test_make_and_the_workflow_test_one_release_of_each_minor_version() -> None:
     assert re.findall(r'"([^"]*)"', listed[1]) == versions
 
 
+def test_make_titan_runs_every_test_that_needs_torchtitan() -> None:
+    """Elsewhere they are skipped: torchtitan is installed apart."""
+    needing = [path for path in (ROOT / "tests").rglob("test_*.py") if 'find_spec("torchtitan")' in path.read_text(encoding="utf-8")]
+    mine = Path(__file__)
+    assert sorted(read_variable("TITAN_TESTS")) == sorted(path.relative_to(ROOT).as_posix() for path in needing if path != mine)
+    assert "make titan" in read(".github/workflows/torch-versions.yml")
+
+
 def test_the_readme_names_what_make_installs() -> None:
     assert f"`make` installs {read_variable('DEFAULT_TORCH')[0]}" in read("README.md")

@@ -49,7 +49,7 @@ export function readRecording(files: readonly NamedText[]): Recording {
     const own = readTrace(name, data);
     if (own) return alone(files, own);
     const trace = readRankTrace(name, data);
-    if (!trace) throw new RecordingError(`${name} has no slice that is named like an action: 0F0, PP:0F0, penstock::0F0 or Forward 0`);
+    if (!trace) throw new RecordingError(`${name} has no slice that is named like an action: 0F0, PP:0F0, penstock::0F0 or Forward 0. torch's Schedule1F1B writes no ranges: that of penstock.compat.torch does`);
     traces.push(trace);
   }
   try {
@@ -181,7 +181,7 @@ function matchedTiming(view: View, recording: Recording): Timing {
 
 /** Refuses a run that lacks computations of the view, or has others. */
 function checkActions(view: View, { name, times, traced }: Recording): void {
-  const known: { has: (part: string) => boolean; size: number } = traced ?? times;
+  const known: { has: (part: string) => boolean; size: number } = traced?.ranges ?? times;
   let [missing, shown] = [0, 0];
   for (let node = 0; node < view.nodes; node++) {
     if (!computes(view, node)) continue;
@@ -190,7 +190,7 @@ function checkActions(view: View, { name, times, traced }: Recording): void {
       if (!known.has(entryText(view, entry))) missing++;
     }
   }
-  const ranks = traced ? new Set(Array.from(traced.values(), ({ rank }) => rank)).size : view.ranks;
+  const ranks = traced?.ranks ?? view.ranks;
   const hint = ranks < view.ranks ? `. It has ${ranks === 1 ? "one rank" : `${ranks} ranks`} of ${view.ranks}: lay the traces of all ranks over the schedule together` : "";
   if (missing) throw new RecordingError(`${name} is a run of other actions: it lacks ${missing} of the ${shown} that are shown${hint}`);
   if (known.size > shown) throw new RecordingError(`${name} is a run of other actions: it has ${known.size - shown} besides the ${shown} that are shown`);
@@ -211,9 +211,9 @@ function guessedMessages(view: View, start: Float64Array, end: Float64Array): Pi
 function alignedSpans(view: View, traced: Traced): Map<string, Span> {
   const ahead = alignClocks(view, traced);
   let zero = Infinity;
-  traced.forEach(({ start, rank }) => (zero = Math.min(zero, start - ahead[rank])));
+  traced.ranges.forEach(({ start, rank }) => (zero = Math.min(zero, start - ahead[rank])));
   const second = (time: number, rank: number): number => (time - ahead[rank] - zero) / 1e6;
-  return new Map(Array.from(traced, ([part, { rank, entered, start, end }]): [string, Span] => [part, { entered: second(entered, rank), start: second(start, rank), end: second(end, rank) }]));
+  return new Map(Array.from(traced.ranges, ([part, { rank, entered, start, end }]): [string, Span] => [part, { entered: second(entered, rank), start: second(start, rank), end: second(end, rank) }]));
 }
 
 /**

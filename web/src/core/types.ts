@@ -19,6 +19,9 @@ export interface Costs {
   latency: PerLink<number>;
   activation: PerAction;
   weight_stash: PerAction;
+  /** What a slice keeps for later slices of its microbatch, and the sum of its gradients. */
+  kept: PerAction;
+  kept_gradients: PerAction;
   overlap: number;
   output: PerAction;
   /** Unlimited where it is null. */

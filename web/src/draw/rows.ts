@@ -11,6 +11,8 @@ import { visit, type Lane } from "./visible.ts";
 
 /** Of the size: the width of a digit or letter, near enough to say whether a label fits. */
 const CHARACTER = 0.62;
+/** The width of a kind's letter in digits: a W is the widest. */
+const LETTER = 1.6;
 const LARGEST = 11;
 /** The smallest size of a whole name, and of a number. */
 const LEAST_NAME = 10;
@@ -29,7 +31,7 @@ export function labelsOf(shown: Shown, pixels: number, height: number, most: Lab
   const highest = Math.min(LARGEST, Math.floor((height / shown.structure.parts) * 0.62));
   const fitting = (characters: number, room: number): number => Math.min(highest, Math.floor(room / (characters * CHARACTER)));
   const room = roomIn(shown.short * pixels);
-  const named = fitting(String(stages - 1).length + 1 + digits, room - 2);
+  const named = fitting(String(stages - 1).length + LETTER + digits, room - 2);
   if (most === "names" && named >= LEAST_NAME) return { form: "names", size: named };
   const size = fitting(digits, room);
   return size >= LEAST ? { form: "microbatches", size } : { form: "none", size };

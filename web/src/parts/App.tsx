@@ -86,7 +86,7 @@ function TimelinePart({ loader, stage, themes }: { loader: Loader; stage: Stage;
           <Findings go={go} />
           <Changes />
           <Details go={go} />
-          <NumbersCard />
+          <NumbersCard go={go} />
         </aside>
       )}
     </main>

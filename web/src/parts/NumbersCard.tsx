@@ -1,4 +1,5 @@
 import { figure, percent, signed } from "../draw/span.ts";
+import type { Target } from "../draw/target.ts";
 import { firstParting, latenessOfRanks, lengthsByWork } from "../state/lateness.ts";
 import { largestDifferences } from "../state/differences.ts";
 import type { Shown } from "../state/shown.ts";
@@ -33,13 +34,13 @@ function hostPeak(shown: Shown): number {
 }
 
 /** Every figure as a table: of one timeline, or of two and their difference. Of a recorded run, where it differs comes first. */
-export function NumbersCard() {
+export function NumbersCard({ go }: { go: (target: Target) => void }) {
   const studio = useStudio();
   const panels = studio.rested.value;
   if (!panels.length || panels.some((shown) => !shown.timed)) return null;
   return (
     <>
-      {panels[0].beside && <Lateness predicted={panels[0]} measured={panels[0].beside} />}
+      {panels[0].beside && <Lateness predicted={panels[0]} measured={panels[0].beside} go={go} />}
       <section class="card numbers" aria-labelledby="numbers-title">
         <h2 id="numbers-title">{panels.length > 1 ? "Differences" : "Numbers"}</h2>
         {panels.length > 1 && (
@@ -125,7 +126,7 @@ function RankTable({ shown }: { shown: Shown }) {
       <caption class="unseen">Rank by rank</caption>
       <thead>
         <tr>
-          {["rank", "stages", "busy", "idle", "peak memory", "at", ...(memory.host ? ["on the host"] : [])].map((name) => <th key={name} scope="col">{name}</th>)}
+          {["rank", "stages", "busy", "idle", "peak memory", memory.host ? "on the host" : "at"].map((name) => <th key={name} scope="col">{name}</th>)}
         </tr>
       </thead>
       <tbody>
@@ -136,8 +137,7 @@ function RankTable({ shown }: { shown: Shown }) {
             <td>{shown.time(busy)}</td>
             <td>{percent(numbers.makespan ? 1 - busy / numbers.makespan : 0)}</td>
             <td>{shown.size(numbers.peaks[rank])}</td>
-            <td>{shown.time(memory.ranks[rank].peakTime)}</td>
-            {memory.host && <td>{shown.size(memory.host[rank].peak)}</td>}
+            <td>{memory.host ? shown.size(memory.host[rank].peak) : shown.time(memory.ranks[rank].peakTime)}</td>
           </tr>
         ))}
       </tbody>
@@ -194,9 +194,8 @@ function RankDifferences({ panels }: { panels: Shown[] }) {
 const FEW = 8;
 
 /** Where a measured run parts from its prediction, and which work takes longer. */
-function Lateness({ predicted, measured }: { predicted: Shown; measured: Shown }) {
-  const studio = useStudio();
-  const select = (node: number): void => void (studio.selected.value = { what: "measured", panel: 0, index: node });
+function Lateness({ predicted, measured, go }: { predicted: Shown; measured: Shown; go: (target: Target) => void }) {
+  const select = (node: number): void => go({ what: "measured", panel: 0, index: node });
   const parting = firstParting(predicted, measured);
   const late = latenessOfRanks(predicted, measured);
   const largest = largestDifferences(predicted);

@@ -107,8 +107,9 @@ export function Tradeoff({ plan, open }: { plan: PlanState; open: (candidate: Ca
         )}
         <Front plan={plan} x={x} y={y} />
         {shown.map((each) => (
-          <Mark key={each.index} candidate={each} x={x(each.memory!)} y={y(each.makespan!)} width={width} best={each.index === best?.index} label={labelOf(each, plan)} open={open} />
+          <Mark key={each.index} candidate={each} x={x(each.memory!)} y={y(each.makespan!)} best={each.index === best?.index} label={labelOf(each, plan)} open={open} />
         ))}
+        {best && <BestName name={best.name} x={x(best.memory!)} y={y(best.makespan!)} width={width} marks={shown.filter((each) => each !== best).map((each) => [x(each.memory!), y(each.makespan!)])} />}
       </svg>
     </div>
   );
@@ -139,6 +140,14 @@ function labelOf(each: Candidate, plan: PlanState): string {
 /** Pixels of a letter of the best one's name, near enough. */
 const LETTER = 8.4;
 
+/** The name of the best: above its mark, or below it if fewer other marks are there. */
+function BestName({ name, x, y, width, marks }: { name: string; x: number; y: number; width: number; marks: number[][] }) {
+  const middle = inside(x, name, width);
+  const covered = (from: number, to: number): number => marks.filter(([left, top]) => Math.abs(left - middle) < (name.length * LETTER) / 2 + 6 && top > from && top < to).length;
+  const isBelow = covered(y - 32, y - 6) > covered(y + 6, y + 32);
+  return <text class="best-text" x={middle} y={isBelow ? y + 23 : y - 13} text-anchor="middle">{name}</text>;
+}
+
 /** The middle of a text at x, or as near to it as the text is inside the plot. */
 function inside(x: number, text: string, width: number): number {
   const half = (text.length * LETTER) / 2;
@@ -149,14 +158,12 @@ interface MarkProps {
   candidate: Candidate;
   x: number;
   y: number;
-  /** Of the whole plot. */
-  width: number;
   best: boolean;
   label: string;
   open: (candidate: Candidate) => void;
 }
 
-function Mark({ candidate, x, y, width, best, label, open }: MarkProps) {
+function Mark({ candidate, x, y, best, label, open }: MarkProps) {
   const colour = PLACEMENTS[String(candidate.placement)] ?? TONES.STEP.fill;
   const press = (event: KeyboardEvent): void => {
     if (event.key === "Enter" || event.key === " ") {
@@ -169,7 +176,6 @@ function Mark({ candidate, x, y, width, best, label, open }: MarkProps) {
       <title>{label}</title>
       <circle class="reach" cx={x} cy={y} r={12} />
       <circle cx={x} cy={y} r={best ? 8 : 5.5} fill={candidate.fits ? colour : "none"} stroke={colour} stroke-width={candidate.fits ? 1 : 1.5} />
-      {best && <text class="best-text" x={inside(x, candidate.name, width)} y={y - 13} text-anchor="middle">{candidate.name}</text>}
     </g>
   );
 }

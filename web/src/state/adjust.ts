@@ -17,9 +17,9 @@ export const UNCHANGED: Adjust = { f: 1, i: 1, w: 1, b: 1, latency: null, skew: 
 
 const TIMES = ["f", "i", "w", "b"] as const;
 /** What grows with a microbatch, or a slice of one. */
-const OF_A_UNIT = ["f", "i", "w", "b", "activation", "weight_stash", "output"] as const;
+const OF_A_UNIT = ["f", "i", "w", "b", "activation", "weight_stash", "kept", "kept_gradients", "output"] as const;
 /** What grows with a stage: its work and what it holds. Messages are as large however the model is cut. */
-const OF_A_STAGE = ["f", "i", "w", "b", "activation", "weight_stash", "parameters", "shard", "unshard", "reduce", "optimizer"] as const;
+const OF_A_STAGE = ["f", "i", "w", "b", "activation", "weight_stash", "kept", "kept_gradients", "parameters", "shard", "unshard", "reduce", "optimizer"] as const;
 
 export function isUnchanged(adjust: Adjust): boolean {
   return TIMES.every((name) => adjust[name] === 1) && adjust.latency === null && Object.keys(adjust.skew).length === 0;

@@ -268,15 +268,22 @@ def parse_rows(file: str, rows: list[list[str]]) -> Cells:
         if not any(cell.strip() for cell in row):
             raise FileFormatError(file, "the row is empty: every rank needs its actions", row=number)
     place = next(place for place, cell in enumerate(rows[0]) if cell.strip())
-    match = _SLICES.fullmatch(rows[0][place])
-    if match is None:
-        return parse_cells(file, rows)
-    first = [*rows[0][:place], match[1], *rows[0][place + 1 :]]
-    return parse_cells(file, [first, *rows[1:]], int(match[2]))
+    action, slices = split_slices(rows[0][place])
+    first = [*rows[0][:place], action, *rows[0][place + 1 :]]
+    return parse_cells(file, [first, *rows[1:]], slices)
+
+
+def split_slices(cell: str) -> tuple[str, int]:
+    """The first action of a file, and the number of slices behind it; 1 if it says none.
+
+    >>> split_slices("0F0 slices=4"), split_slices("0F0")
+    (('0F0', 4), ('0F0', 1))
+    """
+    match = _SLICES.fullmatch(cell)
+    return (cell, 1) if match is None else (match[1], int(match[2]))
 
 
 _SLICES = re.compile(r"(.*\S)\s+slices=([1-9][0-9]{0,7})\s*")
-"""The first action of a file, and the number of slices behind it."""
 
 
 def parse_cells(file: str, rows: list[list[str]], slices: int = 1) -> Cells:

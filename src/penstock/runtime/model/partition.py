@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -206,17 +205,19 @@ def balance_layers(weights: Sequence[int], stages: int, what: str) -> list[int]:
     if len(weights) < stages:
         raise PlacementError(f"{what} has {len(weights)} layers, too few for {stages} stages")
     sums = [0, *accumulate(weights)]
-
-    @cache
-    def find_best(end: int, count: int) -> tuple[int, int]:
-        """The smallest possible largest sum of the first `end` layers in `count` stages, and where the last of them starts."""
-        if count == 1:
-            return sums[end], 0
-        return min((max(find_best(start, count - 1)[0], sums[end] - sums[start]), start) for start in range(count - 1, end))
-
+    largest = [sums]
+    """By stages and layers, counted from one and zero: the smallest possible largest sum of the first layers in the first stages."""
+    starts: list[list[int]] = [[0] * len(sums)]
+    """The same for where the last of these stages starts."""
+    for count in range(1, stages):
+        before, values, places = largest[-1], [0] * len(sums), [0] * len(sums)
+        for end in range(count + 1, len(sums) - (stages - 1 - count)):  # the stages behind need a layer each
+            values[end], places[end] = min((max(before[start], sums[end] - sums[start]), start) for start in range(count, end))
+        largest.append(values)
+        starts.append(places)
     ends = [len(weights)]
-    for count in range(stages, 0, -1):
-        ends.append(find_best(ends[-1], count)[1])
+    for count in range(stages - 1, -1, -1):
+        ends.append(starts[count][ends[-1]])
     return [end - start for end, start in pairwise(ends)][::-1]
 
 

@@ -257,7 +257,15 @@ class ShardedStage:
             else:  # up to torch 2.12; later steps are refused anyway, see `DataParallel.agree`
                 state._state_ctx.iter_forward_root = None
                 state._state_ctx.post_backward_final_callback_queued = False
+                self._forget_training_state()
         self.reshard()
+
+    def _forget_training_state(self) -> None:
+        """Have torch take a step that has failed in a forward as ended; else it does not reshard."""
+        idle = find_private("torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState").IDLE
+        for owner in (*(part._get_fsdp_state() for part in self.modules), *self.groups):
+            check_private(owner, "_training_state")
+            owner._training_state = idle
 
     def _find_roots(self) -> Iterator[Any]:
         """Yield torch's root states, which are known once a forward has run."""
