@@ -245,8 +245,9 @@ def _branch_and_bound(cutting: Cutting, cuts: Ints) -> tuple[Ints, bool]:
     It walks depth first over the ends of one stage after the other that keep all ranks below the best load.
     """
     layers, copies = cutting.runs.layers, cutting.placement.copies
-    lists = {id(table): table.tolist() for table in map(cutting.times, range(cutting.stages))}
-    tables = [lists[id(cutting.times(stage))] for stage in range(cutting.stages)]
+    arrays = [cutting.times(stage) for stage in range(cutting.stages)]
+    lists = {key: array.tolist() for key, array in {id(array): array for array in arrays}.items()}
+    tables = [lists[id(array)] for array in arrays]
     work, speeds = cutting.runs.times[False][:, -1].tolist(), cutting.speeds.tolist()
     best, load, nodes = cuts, float(cutting.loads(cuts[None, :]).max()), 1
 
