@@ -86,7 +86,6 @@ class Explorer:
     """The named schedules that were timed, and what came of each."""
     _cut_short: list[str] = field(default_factory=list)
     """Steps that were left out or not finished; those that are counted mark their plural: "search(es) unfinished"."""
-    """Steps that were left out because the seconds were over."""
     _timed: tuple[float, int] = (0.0, 0)
     """Seconds that timing named schedules took so far, and the cells of those schedules."""
     _start: float = field(default_factory=time.monotonic)
