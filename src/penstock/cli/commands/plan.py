@@ -26,6 +26,7 @@ from penstock.cli.options import (
     text_option,
 )
 from penstock.cli.output import INTERRUPTED, catch_interrupt, deliver, show_planning
+from penstock.cli.sources import read_cluster
 from penstock.errors import CostsError, PlanError, UsageError
 from penstock.text.options import read_assignments, split_names
 from penstock.text.units import Units, has_byte_unit
@@ -145,7 +146,6 @@ def plan(
       penstock plan --transformer "layers=80 hidden=8192 heads=64 sequence=8192 vocabulary=128256" --gpus 64 --gpu h100 --global-batch 256
     """
     from penstock.draw.save import FIGURES
-    from penstock.ir.cluster import Cluster
     from penstock.planner import plan as planning
     from penstock.planner.request import is_in_bytes
 
@@ -161,7 +161,7 @@ def plan(
         refuse_unitless("--memory-limit", memory_limit)
         choices = {"schedules": _read_names(schedules), "microbatch": read_counts("--microbatch-sizes", microbatch_sizes), **job.choices}
         return _plan_job(job.make_job(_read_sizes(transformer), links, headroom), choices, as_json, output)
-    devices = None if cluster is None else Cluster.load(check_file(cluster, "--cluster: "))
+    devices = read_cluster(cluster)
     if ranks is None and devices is None:
         raise UsageError("Missing option '-p' / '--ranks': the ranks of the pipeline; or --cluster; --gpus plans a whole job instead")
     if devices is not None and (latency is not None or bandwidth is not None):

@@ -362,7 +362,7 @@ class Cluster:
         times: dict[str, Any] = {
             name: _divide(getattr(costs, name), [getattr(speed, of) for speed in speeds])
             for name, of in values.items()
-            if getattr(costs, name) is not None
+            if getattr(costs, name)
         }
         if not self.has_equal_devices or not self.devices[0].speeds.is_one:
             costs = replace(costs, **times)
