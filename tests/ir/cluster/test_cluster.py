@@ -60,7 +60,7 @@ def test_a_wrong_device_is_refused(fields: dict[str, Any], reason: str) -> None:
         ({"devices": [FAST, SLOW], "bandwidth": 0}, r"bandwidth must be more than 0, or None for unlimited"),
         ({"devices": [FAST, SLOW], "bandwidth": [[0, 1], [0, 0]]}, r"bandwidth\[1\]\[0\] must be more than 0"),
         ({"devices": [FAST, SLOW], "bandwidth": "fast"}, r"bandwidth: 'fast' is not a size"),
-        ({"devices": [FAST, Device()]}, r"device 1 has no memory, but 1 others have"),
+        ({"devices": [FAST, Device()]}, r"device 1 has no memory, but 1 of 2 devices have"),
         ({"devices": [FAST, SLOW], "time_unit": "minutes"}, r"time_unit must be one of s, ms, us, ns, got 'minutes'"),
         ({"devices": [Device(speed=[1, 2]), Device(speed=[1, 2, 3])]}, r"speeds for 2 and 3 layers"),
     ],

@@ -221,9 +221,10 @@ class Cluster:
 
     def _check_devices(self) -> None:
         without = [place for place, device in enumerate(self.devices) if device.memory is None]
-        if without and len(without) < len(self.devices):
+        known = len(self.devices) - len(without)
+        if without and known:
             raise CostsError(
-                f"device {without[0]} has no memory, but {len(self.devices) - len(without)} others have: give the memory of all or of none"
+                f"device {without[0]} has no memory, but {known} of {len(self.devices)} devices have: give the memory of all or of none"
             )
         counts = {device.speeds.layers for device in self.devices} - {None}
         if len(counts) > 1:

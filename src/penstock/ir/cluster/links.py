@@ -40,7 +40,7 @@ def check_bandwidth(name: str, value: Any, text: bool = False) -> Bandwidth:
             return None
         size = parse_size(rate, place) if text and isinstance(rate, str) else check_number(place, rate)
         if not size:
-            raise CostsError(f"{place} must be more than 0, or None for unlimited")
+            raise CostsError(f"{place} must be more than 0, or None for unlimited: a link with a bandwidth of 0 carries no messages")
         return size
 
     return _check_table(name, value, check_rate, None) if is_table(value) else check_rate(name, value)
