@@ -40,6 +40,14 @@ export interface Costs {
   host_link_shared: number;
 }
 
+/** What a rank runs on. */
+export interface Device {
+  name: string;
+  /** How many times as fast as the costs of the model, in words: one number, or one per kind of action. */
+  speed: string;
+  node: string;
+}
+
 export interface Source {
   kind: "schedule" | "file" | "plan" | "measured";
   name: string;
@@ -155,6 +163,8 @@ export interface View {
   /** What times and sizes are counted in, as "s" and "B"; empty if it is not known. */
   units: { time: string; size: string };
   memoryLimit: number | number[] | null;
+  /** The device of each rank; null if they are not known. */
+  devices: Device[] | null;
   measured: Timing | null;
   findings: Finding[];
   numFindings: number;
