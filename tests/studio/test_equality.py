@@ -260,8 +260,9 @@ def test_the_page_knows_every_cost(page: Page) -> None:
     """A field that is added to `Costs` must be added to `web/src/core/costs.ts`, with what it changes."""
     table = ps.lower(ps.schedule("seq1f1b", 2, 2, slices=2), fsdp=True, offload=100)
     for field in fields(Costs):
-        value: Any = {"contention": "rank", "host_link_shared": 2}.get(field.name, 0.75)
-        chosen = Costs(**{field.name: value})
+        special: dict[str, Any] = {"contention": "rank", "host_link_shared": 2, "lanes": [[[0, 0], [0, 0]], [[0, 0], [0, 0]]]}
+        with_it: dict[str, Any] = {"lanes": {"contention": "links", "latency": 0.75}}
+        chosen = Costs(**{field.name: special.get(field.name, 0.75), **with_it.get(field.name, {})})
         said = asked(page, document(table, chosen, source=SOURCE), chosen)
         check(simulate(table, chosen, engine="plain"), said)
 
