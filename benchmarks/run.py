@@ -36,6 +36,7 @@ SUITES = (
     "planner",
     "batch_orders",
     "vocabulary",
+    "uneven",
     "losses",
     "overhead",
     "split_backward",

@@ -160,10 +160,8 @@ def _list_times(table: Schedule, costs: Costs) -> Floats:
 def _list_travel(table: Schedule, costs: Costs) -> Floats:
     """The time that each message between two ranks takes on a free link."""
     rows, (before, after) = table.rows, table.links.data
-    if costs.bandwidth is None:
-        return np.full(len(before), costs.latency)
     size = costs.table("output", table.stages, table.units)[np.minimum(rows.stage[before], rows.stage[after]), rows.microbatch[before]]
-    return np.asarray(costs.latency + size / costs.bandwidth)
+    return costs.travel(size, rows.rank[before], rows.rank[after])
 
 
 class _Run:
@@ -202,7 +200,7 @@ class _Run:
         self.used, self.early = 0, _EARLY * len(table.placement.copies)
         for node, missing in enumerate(nodes.missing):
             if not missing:
-                self._make_ready(node)
+                self._mark_ready(node)
 
     def _list_queues(self, nodes: range) -> list[deque[int]]:
         """A rank's own actions: forwards, backwards and weight gradients apart, but all in one if the schedule runs any together."""
@@ -275,9 +273,9 @@ class _Run:
     def _supply(self, node: int) -> None:
         self.missing[node] -= 1
         if not self.missing[node]:
-            self._make_ready(node)
+            self._mark_ready(node)
 
-    def _make_ready(self, node: int) -> None:
+    def _mark_ready(self, node: int) -> None:
         nodes, kind = self.nodes, self.nodes.kind[node]
         if kind in SHARES:
             self.shares[nodes.rank[node]][kind, nodes.stage[node] > 0].append(node)

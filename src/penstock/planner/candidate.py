@@ -28,7 +28,7 @@ from penstock.text.numbers import format_count
 from penstock.verifier.rules.memory import sum_held
 
 _IN_THE_MAKING = {"timed", "place"}
-_LISTS: dict[str, tuple[type, ...]] = {"sizes": (list,), "slice_lengths": (list,)}
+_LISTS: dict[str, tuple[type, ...]] = {"sizes": (list,), "slice_lengths": (list,), "devices": (list,)}
 """Tuples, in files."""
 _NO_DIFFERENCE = 5e-5
 """Relative differences below this are not worth a word."""
@@ -89,6 +89,8 @@ class Candidate:
     """Tokens of each slice, if there are several."""
     vocabulary: bool = False
     """Whether embedding and head are spread over all ranks."""
+    devices: tuple[int, ...] = ()
+    """The device of a cluster that each rank is, if they differ."""
     timed: tuple[Problem, Schedule, Timeline] | None = field(default=None, compare=False, repr=False)
     """The timed schedule, while a plan is being made."""
     place: int = field(default=-1, compare=False, repr=False)
@@ -98,8 +100,8 @@ class Candidate:
     def untimed(cls, name: str, problem: Problem, verdict: Verdict, reason: str) -> Candidate:
         """A candidate that was ruled out before it was timed."""
         shape = problem.placement.kind, problem.placement.chunks, problem.microbatch, problem.microbatches, sum(problem.recompute)
-        sliced: dict[str, Any] = {"slices": problem.slices, "slice_lengths": problem.lengths}
-        return cls(name, *shape, verdict.value, reason, **sliced, vocabulary=problem.is_spread)
+        options: dict[str, Any] = {"slices": problem.slices, "slice_lengths": problem.lengths, "devices": problem.devices}
+        return cls(name, *shape, verdict.value, reason, **options, vocabulary=problem.is_spread)
 
     @classmethod
     def of_timeline(cls, name: str, problem: Problem, schedule: Schedule, timeline: Timeline) -> Candidate:
@@ -208,6 +210,8 @@ class Candidate:
             del values["slices"], values["slice_lengths"]
         if not self.vocabulary:
             del values["vocabulary"]
+        if not self.devices:
+            del values["devices"]
         return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
@@ -221,7 +225,7 @@ def count_moves(schedule: Schedule) -> int:
     return int(schedule.rows.is_kind(Kind.OFFLOAD).sum())
 
 
-def count_verdicts(candidates: Sequence[Candidate]) -> str:
+def summarize_verdicts(candidates: Sequence[Candidate]) -> str:
     """How many candidates there are, and how many of them have which verdict: "28 candidates: 12 fit; 16 over the memory limit"."""
     counts = Counter(candidate.verdict for candidate in candidates)
     return f"{format_count(len(candidates), 'candidate')}: " + "; ".join(

@@ -204,7 +204,8 @@ def take_over(
     single = schedule if isinstance(schedule, Schedule) else Program.start(schedule).schedule()
     _check_schedule(single, survivors)
     costs = costs or Costs()
-    costs.check(single.stages, single.units)
+    costs.check(single.stages, single.units, single.ranks)
+    costs = costs.with_slowest_link()  # a table of links knows those of one pipeline, and not those between several
     before = simulate(lower(single), costs)
     joint = _Joint(single, survivors, costs, _spread_limits(memory_limit, survivors))
     best: tuple[Schedule, Timeline] | None = None
@@ -443,7 +444,7 @@ class _JointClock:
             travel = np.zeros(len(lower_stage))
             if crosses:
                 size = sizes[lower_stage, rows.microbatch[needs.before]]
-                travel = costs.latency + (0.0 if costs.bandwidth is None else size / costs.bandwidth) + travel
+                travel = costs.travel(size, rows.rank[needs.before], rows.rank[needs.after])
             for before, after, time in zip(group[needs.before].tolist(), group[needs.after].tolist(), travel.tolist(), strict=True):
                 if before != after:
                     self.after[before].append((after, time))

@@ -41,7 +41,7 @@ from penstock.runtime.model.partition import Partition, apply_plan_split, check_
 from penstock.runtime.model.random_streams import add_layer_streams, preserve_random_state
 from penstock.runtime.model.running_statistics import RunningStatistics, write_statistics
 from penstock.runtime.model.stage import Stage
-from penstock.runtime.model.tied_parameters import SharedParameters, Ties, start_buffers_equal
+from penstock.runtime.model.tied_parameters import Gather, SharedParameters, Ties, start_buffers_equal
 from penstock.runtime.model.transforms import (
     Compile,
     MergedBackward,
@@ -105,7 +105,8 @@ class Pipeline:
 
     - `model`: a whole module (with `split`), a causal language model from transformers (see `HuggingFace`), a list with one module per
       stage, or a mapping with this rank's stages. A module of a list or mapping that returns a tuple passes several arguments on;
-    - `plan`: a plan, schedule or program; `schedule=` takes the same, or a name together with `microbatches=`;
+    - `plan`: a plan, schedule or program; `schedule=` takes the same, or a name together with `microbatches=`. A plan for a cluster says
+      which rank of the group, its `devices`, becomes which rank of the pipeline: device k of the cluster is rank k of the group;
     - `loss_fn(output, target)` or `loss_fn(output)`. The losses of microbatches are summed, weighted by `loss_reduction` (`mean` by batch
       elements, or `sum`) or by `weight(target)`. Without a loss function the last stage's output is the loss;
     - `batch_dims`, `target_dims`, `kwarg_dims`: the batch dimension of the inputs, the target and the stages' keyword arguments
@@ -190,7 +191,8 @@ class Pipeline:
         self._plan: Any = plan if schedule is None else schedule
         self.deadline = ranks.deadline
         self.group: Group
-        self.group, self.rank, self.grid = find_group(ranks.group, ranks.mesh, ranks.transport)
+        devices = getattr(self._plan, "devices", ())  # of a plan for a cluster
+        self.group, self.rank, self.grid = find_group(ranks.group, ranks.mesh, ranks.transport, devices)
         self.number = self.group.number_pipeline(self.rank)
         self.offload = run.offload
         self.table = add_moves(find_table(self._plan, self.group.ranks, microbatches), self.offload)
@@ -333,9 +335,10 @@ class Pipeline:
         shares_modules = any(rank != own and modules & others for rank, (_, _, others, *_) in enumerate(everyone))
         return unsplit, shares_modules, any(measured for *_, measured in everyone)
 
-    def gather(self, name: str, value: Any) -> list[Any]:
-        """All-gather a value over the ranks of the pipeline."""
-        return self.group.gather(self.rank, name, value, self.deadline)
+    @property
+    def gather(self) -> Gather:
+        """All-gathers a value over the ranks of the pipeline: `gather(name, value)`. Those that it is handed to need not call back here."""
+        return partial(self.group.gather, self.rank, deadline=self.deadline)
 
     def gather_all(self, name: str, value: Any) -> list[Any]:
         """All-gather a value over all ranks of the mesh, or of the pipeline if there is no mesh."""

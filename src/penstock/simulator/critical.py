@@ -117,7 +117,7 @@ class _PathSearch:
     def _find_before_collective(self, node: int) -> tuple[str, int]:
         timeline = self.timeline
         start = timeline.collective_start[node]
-        graph = timeline.flat.graph(timeline.costs.contention, timeline.costs.host_link_shared)
+        graph = timeline.flat.graph(timeline.costs)
         number = int(graph.meet[node])
         joins = [node] if number < 0 else graph.join[graph.meet_at[number] : graph.meet_at[number + 1]].tolist()
         for join in joins:

@@ -330,6 +330,7 @@ def test_asynchronous_save_holds_the_state_of_the_call(tmp_path: Path, monkeypat
     from penstock.runtime.checkpoint.storage import RankLayout
 
     gate, write = threading.Event(), RankLayout.write
+    seen = threading.Barrier(4)
 
     def late(layout: RankLayout) -> Any:
         assert gate.wait(60)
@@ -344,6 +345,7 @@ def test_asynchronous_save_holds_the_state_of_the_call(tmp_path: Path, monkeypat
             checkpoints.save_async(run.model, run.optimizer, step=3, **run.parts)
             losses += run.train(2, 3)
             assert not checkpoints.whole()
+            seen.wait(60)
             gate.set()
         assert [each.step for each in checkpoints.whole()] == [3]
         return losses

@@ -61,7 +61,7 @@ def test_the_head_has_the_numbers_of_the_whole(workers: Workers, ranks: int, sca
             for unit in range(UNITS):  # all in progress at once, in another order than they are finished
                 head.join_broadcast(unit, hidden[unit] if last else torch.full_like(hidden[unit], torch.nan))
             for unit in reversed(range(UNITS)):
-                head.compute_share(unit, targets[unit], counts)
+                head.run_share(unit, targets[unit], counts)
                 head.join_combine(unit)
             losses = [head.take_losses(unit) for unit in range(UNITS)]
             gradients = [head.take_input_gradient(unit) for unit in range(UNITS)] if last else []
@@ -93,7 +93,7 @@ def test_the_embedding_has_the_numbers_of_the_whole(workers: Workers, ranks: int
         with CollectiveLane(dist.new_group()) as lane:
             embedding = SpreadEmbedding(weight, lane=lane, owner=0, padding_idx=padding)
             for unit in range(UNITS):
-                embedding.compute_share(unit, tokens[unit])
+                embedding.run_share(unit, tokens[unit])
                 embedding.join_combine(unit)
             outputs = [embedding.take_output(unit) for unit in range(UNITS)] if lane.rank == 0 else []
             for unit in range(UNITS):
@@ -121,7 +121,7 @@ def test_mistakes_are_told(workers: Workers) -> None:
             attempts = [
                 lambda: SpreadHead(draw(0, VOCABULARY, HIDDEN), lane=lane, owner=2),
                 lambda: head.join_broadcast(0, draw(1, TOKENS, HIDDEN)),
-                lambda: head.compute_share(0, torch.zeros(TOKENS + 1, dtype=torch.int64)),
+                lambda: head.run_share(0, torch.zeros(TOKENS + 1, dtype=torch.int64)),
             ]
             attempts += [lambda: head.take_input_gradient(0)] if lane.rank == 0 else []
             for attempt in attempts:
@@ -217,7 +217,7 @@ class Interpreter:
                 dist.recv(value, self._find_rank(other, unit), tag=self._tag(stage, kind is Kind.RECV_F, unit))
                 (self.inputs if kind is Kind.RECV_F else self.gradients)[stage, unit] = value
             case Kind.S:
-                layer.compute_share(unit, self.tokens[unit]) if stage == 0 else layer.compute_share(unit, self.targets[unit], 1 / TOKENS)
+                layer.run_share(unit, self.tokens[unit]) if stage == 0 else layer.run_share(unit, self.targets[unit], 1 / TOKENS)
             case Kind.T:
                 if stage == self.last:
                     self.losses[unit] = self.head.take_losses(unit)

@@ -24,7 +24,7 @@ from penstock.planner.batches.packing import Packing, pack
 from penstock.planner.bounds.lower_bound import Bound, check_bound, lower_bound
 from penstock.planner.named_schedules import list_named_schedules, one_at_a_time
 from penstock.planner.order_search.evaluator import Evaluator
-from penstock.planner.order_search.flat_problem import Flags, FlatProblem, flatten, read_order, set_full_backwards
+from penstock.planner.order_search.flat_problem import Flags, FlatProblem, flatten, read_order, replace_full_backwards
 from penstock.planner.order_search.permutations import PermutationState
 from penstock.planner.plan import Plan
 from penstock.planner.problem import Problem
@@ -352,9 +352,8 @@ def _read_source(source: Any, costs: Costs | None, split: bool) -> tuple[Problem
     if not schedule.training or schedule.slices > 1:
         reason = "cuts sequences into slices" if schedule.slices > 1 else "has no backward"
         raise ScheduleError(f"{schedule.name or 'the schedule'} {reason}: batches are planned for schedules that train whole microbatches")
-    for name, value in vars(problem.costs).items():
-        if isinstance(value, tuple) and any(isinstance(row, tuple) for row in value):
-            raise CostsError(f"{name} has one value per microbatch: give costs per stage, for microbatches of `sequence` tokens")
+    for name in problem.costs.differing:
+        raise CostsError(f"{name} has one value per microbatch: give costs per stage, for microbatches of `sequence` tokens")
     return problem, schedule
 
 
@@ -380,7 +379,7 @@ class _BatchSearch:
             starts += self._time_all([self.find_slowest(self.problem.microbatches)], orders)
             best = self._improve(starts[-len(orders) :])
         if best is None:
-            raise self._explain_excess(starts)
+            raise self._make_excess_error(starts)
         problem = replace(self.problem, costs=best.timeline.costs)
         return BatchOrder(best.microbatches, best.lowered.schedule, best.timeline, problem, tuple(starts))
 
@@ -412,7 +411,7 @@ class _BatchSearch:
         """The most activations and stashes on each rank."""
         lowered = start.lowered
         if id(lowered) not in self.flats:
-            self.flats[id(lowered)] = set_full_backwards(self.evaluator.flat, lowered.full)
+            self.flats[id(lowered)] = replace_full_backwards(self.evaluator.flat, lowered.full)
         flat, nodes = self.flats[id(lowered)], lowered.nodes
         takes, keeps = (table.reshape(-1, flat.microbatches)[:, start.microbatches].ravel()[nodes] for table in (flat.takes, flat.keeps))
         after = np.cumsum(takes + keeps)  # over all ranks: each ends with nothing
@@ -472,7 +471,7 @@ class _BatchSearch:
             self.reserve = self.reserve + excess
         return best
 
-    def _explain_excess(self, starts: list[TimedOrder]) -> PlanError:
+    def _make_excess_error(self, starts: list[TimedOrder]) -> PlanError:
         """Of all orders, the one that is least over a limit."""
         peaks = [(max(self._find_excess_per_rank(start)), start) for start in starts]
         over, nearest_fit = min(peaks, key=lambda pair: pair[0])

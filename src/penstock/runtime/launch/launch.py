@@ -27,7 +27,7 @@ def launch(
     args: Sequence[Any] = (),
     *,
     parallel: bool = False,
-    sms: int | None = None,
+    sms: int | Sequence[int] | None = None,
 ) -> list[Any]:
     """Call `fn(*args)` on every rank; returns the results by rank.
 
@@ -37,7 +37,7 @@ def launch(
     from the caller's random state, which is left as it was.
 
     On a GPU each virtual rank has a stream of its own. With `sms` each stream has that many multiprocessors for itself, so that
-    one GPU stands for several smaller ones.
+    one GPU stands for several smaller ones; with one number per rank, for GPUs of different speeds.
     """
     if ranks < 1:
         raise ScheduleError(f"{ranks} ranks: at least 1 is needed")

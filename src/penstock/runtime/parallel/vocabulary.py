@@ -108,7 +108,7 @@ def _wait(future: Future[Any]) -> Any:
     return value
 
 
-class _Rows:
+class _RowShard:
     """A rank's rows of a weight of the vocabulary."""
 
     def __init__(self, weight: Tensor, lane: CollectiveLane, owner: int, what: str) -> None:
@@ -167,14 +167,14 @@ class _Combined(NamedTuple):
     """Of the head's input, on the owner."""
 
 
-class SpreadHead(_Rows):
+class SpreadHead(_RowShard):
     """The output layer and the cross-entropy, spread over the ranks.
 
     `weight` (vocabulary x hidden) and `bias` are the whole ones, the same on every rank, which keeps its own rows. `owner` is the rank of
     the last stage. Exponentials and sums are computed in float32, or in the type of the weight if that has more digits. Targets equal to
     `ignore_index` have no loss.
 
-    For each microbatch, by its number, every rank calls `join_broadcast`, `compute_share` and `join_combine` in this order, and then once
+    For each microbatch, by its number, every rank calls `join_broadcast`, `run_share` and `join_combine` in this order, and then once
     each, in any order, `add_weight_gradients`, `take_losses` and, on the owner, `take_input_gradient`. Calls for different microbatches may
     be mixed, with the collectives in one order on all ranks.
     """
@@ -197,7 +197,7 @@ class SpreadHead(_Rows):
         value = hidden.detach().contiguous()
         self._inputs[unit] = self.lane.join(lambda: self.lane.broadcast(value, self.owner), value)
 
-    def compute_share(self, unit: int, targets: Tensor, weights: Tensor | float = 1.0) -> None:
+    def run_share(self, unit: int, targets: Tensor, weights: Tensor | float = 1.0) -> None:
         """S: the logits of the rank's rows, and its part of the gradient of the head's input.
 
         `weights` is how much the loss of each token counts in the gradients, such as one over the number of tokens for a mean.
@@ -261,10 +261,10 @@ class SpreadHead(_Rows):
             _add_gradient(self.weight, errors.to(self.weight.dtype).t() @ share.hidden)
 
 
-class SpreadEmbedding(_Rows):
+class SpreadEmbedding(_RowShard):
     """The input embedding, spread over the ranks; `owner` is the rank of stage 0.
 
-    For each microbatch every rank calls `compute_share` and `join_combine`, and later `join_broadcast` and `add_weight_gradients`. The row
+    For each microbatch every rank calls `run_share` and `join_combine`, and later `join_broadcast` and `add_weight_gradients`. The row
     `padding_idx` gets no gradient, as in `torch.nn.Embedding`.
     """
 
@@ -276,7 +276,7 @@ class SpreadEmbedding(_Rows):
         self._combined: dict[int, Future[Any]] = {}
         self._gradients: dict[int, Future[Any]] = {}
 
-    def compute_share(self, unit: int, tokens: Tensor) -> None:
+    def run_share(self, unit: int, tokens: Tensor) -> None:
         """S: the rows of the tokens that this rank has, zeros for the others."""
         if unit in self._tokens:
             raise PipelineError(f"microbatch {unit} of the spread embedding is in progress already")

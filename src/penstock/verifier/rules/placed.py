@@ -18,7 +18,7 @@ def placed(context: Context) -> Iterator[Finding]:
     The actions of a spread vocabulary run on every rank.
     """
     rows = context.rows
-    of_microbatch = _has_microbatch(rows)
+    of_microbatch = _mark_microbatches(rows)
     for entry in np.flatnonzero(context.inside & of_microbatch & ~context.at_home).tolist():
         stage, microbatch, home = int(rows.stage[entry]), int(rows.microbatch[entry]), int(context.home[entry])
         which = f" for microbatch {microbatch}" if len(context.placement.copies) > 1 else ""
@@ -27,7 +27,7 @@ def placed(context: Context) -> Iterator[Finding]:
     yield from _report_stages(context)
 
 
-def _has_microbatch(rows: Rows) -> Flags:
+def _mark_microbatches(rows: Rows) -> Flags:
     return rows.is_kind(*(kind for kind in Kind if kind.has_microbatch and not kind.is_spread))
 
 
@@ -35,7 +35,7 @@ def _report_stages(context: Context) -> Iterator[Finding]:
     rows, stages, placement = context.rows, context.table.stages, context.placement
     placed_cells = np.unique([rank * stages + stage for copy in placement.copies for stage, rank in enumerate(copy)])
     here = np.isin(rows.rank * stages + rows.stage, placed_cells)
-    for entry in np.flatnonzero(context.inside & ~_has_microbatch(rows) & ~rows.is_kind(*SPREAD) & ~here).tolist():
+    for entry in np.flatnonzero(context.inside & ~_mark_microbatches(rows) & ~rows.is_kind(*SPREAD) & ~here).tolist():
         stage, rank = int(rows.stage[entry]), int(rows.rank[entry])
         homes = sorted({copy[stage] for copy in placement.copies})
         message = f"{context.name(entry)} runs on rank {rank}, but stage {stage} is on rank {' and '.join(map(str, homes))}"
