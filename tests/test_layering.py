@@ -106,7 +106,7 @@ def test_every_part_is_in_the_table() -> None:
 
 
 def test_imports_go_the_way_of_the_data() -> None:
-    for path, (module, inside) in ((path, found) for path in FILES for found in imports_of(path)):
+    for path, (module, inside) in ((file, found) for file in FILES for found in imports_of(file)):
         part = part_of(path)
         package, _, rest = module.partition(".")
         if package != "penstock" or rest == "__version__":
@@ -207,7 +207,7 @@ def test_every_folder_says_what_lives_in_it() -> None:
 
 def test_no_private_name_crosses_a_module() -> None:
     """The drop-in for PyTorch is left out if torch itself has the private name; 2.11 and 2.12 do not have all of them yet."""
-    for path, node in ((path, node) for path in FILES for node in ast.walk(tree_of(path))):
+    for path, node in ((file, found) for file in FILES for found in ast.walk(tree_of(file))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("penstock"):
             private = [alias.name for alias in node.names if alias.name.startswith("_") and not alias.name.startswith("__")]
             if path.is_relative_to(SOURCE / "compat" / "torch"):
