@@ -16,7 +16,7 @@ from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.passes.vocabulary import Vocabulary, spread_vocabulary
 from penstock.runtime.launch.workers import Workers
-from penstock.runtime.parallel.vocabulary import CollectiveLane, SpreadEmbedding, SpreadHead, split_rows
+from penstock.runtime.parallel.vocabulary import ProcessLane, SpreadEmbedding, SpreadHead, split_rows
 
 VOCABULARY, HIDDEN, TOKENS, UNITS = 11, 6, 5, 3
 IGNORED = -100
@@ -55,7 +55,7 @@ def test_the_head_has_the_numbers_of_the_whole(workers: Workers, ranks: int, sca
     targets[1, 2] = IGNORED
 
     def run() -> dict[str, Any]:
-        with CollectiveLane(dist.new_group()) as lane:
+        with ProcessLane(dist.new_group()) as lane:
             head = SpreadHead(weight, bias.to(dtype), lane=lane, owner=ranks - 1)
             last = lane.rank == head.owner
             for unit in range(UNITS):  # all in progress at once, in another order than they are finished
@@ -90,7 +90,7 @@ def test_the_embedding_has_the_numbers_of_the_whole(workers: Workers, ranks: int
     padding = int(tokens[0, 0])
 
     def run() -> dict[str, Any]:
-        with CollectiveLane(dist.new_group()) as lane:
+        with ProcessLane(dist.new_group()) as lane:
             embedding = SpreadEmbedding(weight, lane=lane, owner=0, padding_idx=padding)
             for unit in range(UNITS):
                 embedding.run_share(unit, tokens[unit])
@@ -115,7 +115,7 @@ def test_the_embedding_has_the_numbers_of_the_whole(workers: Workers, ranks: int
 def test_mistakes_are_told(workers: Workers) -> None:
     def run() -> list[str]:
         told = []
-        with CollectiveLane(dist.new_group()) as lane:
+        with ProcessLane(dist.new_group()) as lane:
             head = SpreadHead(draw(0, VOCABULARY, HIDDEN), lane=lane, owner=1)
             head.join_broadcast(0, draw(1, TOKENS, HIDDEN))
             attempts = [
@@ -171,7 +171,7 @@ class Interpreter:
     def __init__(self, program: Program, model: Decoder, tokens: Tensor, targets: Tensor) -> None:
         self.program, self.rank = program, dist.get_rank()
         self.blocks, self.tokens, self.targets, self.last = model.blocks, tokens, targets, program.stages - 1
-        self.lane = CollectiveLane(dist.new_group())
+        self.lane = ProcessLane(dist.new_group())
         first, last = (program.placement.rank_of(stage, 0) for stage in (0, self.last))
         self.embedding = SpreadEmbedding(model.embedding.weight, lane=self.lane, owner=first)
         self.head = SpreadHead(model.head.weight, lane=self.lane, owner=last)

@@ -20,9 +20,12 @@ order is the same on all ranks, as the verifier's rule `joined` proves. The loss
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -45,18 +48,15 @@ def split_rows(rows: int, ranks: int) -> list[int]:
     return [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
 
 
-class CollectiveLane:
-    """Runs the collectives of one process group in the background, one after the other, in the order in which they are joined.
+class CollectiveLane(ABC):
+    """Runs the collectives of one rank in the background, one after the other, in the order in which they are joined.
 
-    The group should have no other traffic, because a message between two of its ranks may come between its collectives. On a GPU they run
-    on a stream of their own. Use it as a context manager, or call `close` when the last one has been waited for.
+    On a GPU they run on a stream of their own. Use it as a context manager, or call `close` when the last one has been waited for.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        stream = create_streams(2)[1]
-        self._thread = ThreadPoolExecutor(1, "collectives", initializer=use_stream, initargs=(stream,))
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._thread = ThreadPoolExecutor(1, f"collectives of rank {rank}", initializer=use_stream, initargs=(create_streams(2)[1],))
 
     def join(self, work: Callable[[], Any], *tensors: Tensor) -> Future[Any]:
         """Run `work`, which may do several collectives, when those before it are done; it uses these tensors."""
@@ -70,12 +70,47 @@ class CollectiveLane:
 
         return self._thread.submit(run)
 
+    @abstractmethod
+    def broadcast(self, value: Tensor, source: int) -> Tensor:
+        """The value of one rank on all ranks, in place. Like the others, called within the work of `join`, by every rank."""
+
+    @abstractmethod
+    def sum_on(self, target: int, value: Tensor) -> Tensor:
+        """The sum of all ranks' values on one rank; the others get some tensor of its shape. May change the value."""
+
+    @abstractmethod
+    def sum_everywhere(self, value: Tensor) -> Tensor:
+        """The sum of all ranks' values on all ranks. May change the value."""
+
+    @abstractmethod
+    def find_largest(self, value: Tensor) -> Tensor:
+        """The largest of all ranks' values, element by element, on all ranks. May change the value."""
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ProcessLane(CollectiveLane):
+    """The collectives of processes, by torch.distributed.
+
+    The group should have no other traffic, because a message between two of its ranks may come between its collectives.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self.group = group
+
     def broadcast(self, value: Tensor, source: int) -> Tensor:
         dist.broadcast(value, self._find_global(source), group=self.group)
         return value
 
     def sum_on(self, target: int, value: Tensor) -> Tensor:
-        """The sum of all ranks' values on one rank; the others keep some tensor of its shape."""
         dist.reduce(value, self._find_global(target), group=self.group)
         return value
 
@@ -90,14 +125,62 @@ class CollectiveLane:
     def _find_global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
-    def close(self) -> None:
-        self._thread.shutdown()
 
-    def __enter__(self) -> CollectiveLane:
-        return self
+class ThreadLane(CollectiveLane):
+    """The collectives of virtual ranks, which are threads of one process on one device: `ThreadLane.create(ranks)` gives one per rank."""
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __init__(self, rank: int, shared: _MeetingPoint) -> None:
+        super().__init__(rank, len(shared.values))
+        self._shared = shared
+
+    @classmethod
+    def create(cls, ranks: int, timeout: float = 60.0) -> list[ThreadLane]:
+        """One lane per rank. A collective that not all ranks have joined after `timeout` seconds fails on all of them."""
+        shared = _MeetingPoint(ranks, timeout)
+        return [cls(rank, shared) for rank in range(ranks)]
+
+    def broadcast(self, value: Tensor, source: int) -> Tensor:
+        with self._shared.meet(self.rank, value) as values:
+            return value if self.rank == source else value.copy_(values[source])
+
+    def sum_on(self, target: int, value: Tensor) -> Tensor:
+        with self._shared.meet(self.rank, value) as values:
+            return sum(values[1:], start=values[0]) if self.rank == target else value
+
+    def sum_everywhere(self, value: Tensor) -> Tensor:
+        with self._shared.meet(self.rank, value) as values:
+            return sum(values[1:], start=values[0])
+
+    def find_largest(self, value: Tensor) -> Tensor:
+        with self._shared.meet(self.rank, value) as values:
+            return torch.stack(values).amax(dim=0)
+
+
+class _MeetingPoint:
+    """Where threads lay out their values for each other."""
+
+    def __init__(self, ranks: int, timeout: float) -> None:
+        self.values: list[Any] = [None] * ranks
+        self.events: list[Any] = [None] * ranks
+        self.timeout, self.barrier = timeout, threading.Barrier(ranks)
+
+    @contextmanager
+    def meet(self, rank: int, value: Tensor) -> Iterator[list[Tensor]]:
+        """The values of all ranks, for as long as they stay as they are."""
+        self.values[rank], self.events[rank] = value, record_event()
+        self._wait_for_all()
+        yield list(self.values)
+        self.events[rank] = record_event()
+        self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        """Wait until every rank is here, and for what their streams have done before."""
+        try:
+            self.barrier.wait(self.timeout)
+        except threading.BrokenBarrierError:
+            raise PipelineError(f"not all of {len(self.values)} ranks have joined a collective within {self.timeout:g} s") from None
+        for event in self.events:
+            wait_event(event)
 
 
 def _wait(future: Future[Any]) -> Any:
