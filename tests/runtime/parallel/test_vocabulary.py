@@ -30,14 +30,15 @@ def draw(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_embedding_and_head_together(ranks: int) -> None:
-    """A model of an embedding and a head alone, with the collectives of both in one order."""
+@pytest.mark.parametrize(("ranks", "tied"), [(1, False), (3, False), (3, True)])
+def test_embedding_and_head_together(ranks: int, tied: bool) -> None:
+    """A model of an embedding and a head alone, with the collectives of both in one order, and one weight for both or two."""
     words, weight = draw(0, VOCABULARY, HIDDEN), draw(1, VOCABULARY, HIDDEN)
     tokens, targets = (torch.randint(VOCABULARY, (UNITS, TOKENS), generator=torch.Generator().manual_seed(seed)) for seed in (2, 3))
 
     def train(lane: ThreadLane) -> tuple[Tensor, Tensor | None, Tensor | None]:
         embedding, head = SpreadEmbedding(words, lane=lane, owner=0), SpreadHead(weight, lane=lane, owner=0)
+        head = SpreadHead(embedding, lane=lane, owner=0) if tied else head
         empty = torch.empty(TOKENS, HIDDEN, dtype=torch.float64)
         losses = []
         for unit in range(UNITS):
@@ -56,12 +57,19 @@ def test_embedding_and_head_together(ranks: int) -> None:
 
     results = run_ranks(ranks, train)
     whole = [value.clone().requires_grad_() for value in (words, weight)]
+    whole = [whole[0], whole[0]] if tied else whole
     losses = functional.cross_entropy((whole[0][tokens] @ whole[1].t()).flatten(0, 1), targets.flatten(), reduction="none")
     losses.sum().backward()
     for of_rank in results:
         torch.testing.assert_close(of_rank[0].flatten(), losses.detach(), rtol=1e-12, atol=1e-12)
     for place, value in enumerate(whole, start=1):
         torch.testing.assert_close(torch.cat([of_rank[place] for of_rank in results]), value.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_layers_that_share_a_weight_share_a_lane() -> None:
+    (one,), (other,) = ThreadLane.create(1), ThreadLane.create(1)
+    with one, other, pytest.raises(PipelineError, match="on the same lane"):
+        SpreadHead(SpreadEmbedding(draw(0, VOCABULARY, HIDDEN), lane=one, owner=0), lane=other, owner=0)
 
 
 def test_a_rank_that_does_not_join_is_told() -> None:

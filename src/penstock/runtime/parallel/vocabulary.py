@@ -194,15 +194,23 @@ def _wait(future: Future[Any]) -> Any:
 class _RowShard:
     """A rank's rows of a weight of the vocabulary."""
 
-    def __init__(self, weight: Tensor, lane: CollectiveLane, owner: int, what: str) -> None:
+    first: int
+    """The first of them in the whole weight."""
+    weight: nn.Parameter
+    """The rank's rows. T adds to their gradient."""
+
+    def __init__(self, weight: Tensor | _RowShard, lane: CollectiveLane, owner: int, what: str) -> None:
         if not 0 <= owner < lane.ranks:
             raise PipelineError(f"rank {owner} has the {what}, but the group has ranks 0 to {lane.ranks - 1}")
         self.lane, self.owner = lane, owner
+        if isinstance(weight, _RowShard):
+            if weight.lane is not lane:
+                raise PipelineError("a head that shares its weight with an embedding joins collectives on the same lane")
+            self.first, self.weight = weight.first, weight.weight
+            return
         sizes = split_rows(len(weight), lane.ranks)
         self.first = sum(sizes[: lane.rank])
-        self.vocabulary = len(weight)
         self.weight = nn.Parameter(self._take(weight, sizes[lane.rank]))
-        """The rank's rows. T adds to their gradient."""
 
     def _take(self, whole: Tensor, count: int) -> Tensor:
         return whole.detach()[self.first : self.first + count].clone()
@@ -253,8 +261,9 @@ class _Combined(NamedTuple):
 class SpreadHead(_RowShard):
     """The output layer and the cross-entropy, spread over the ranks.
 
-    `weight` (vocabulary x hidden) and `bias` are the whole ones, the same on every rank, which keeps its own rows. `owner` is the rank of
-    the last stage. Exponentials and sums are computed in float32, or in the type of the weight if that has more digits. Targets equal to
+    `weight` (vocabulary x hidden) and `bias` are the whole ones, the same on every rank, which keeps its own rows. With a `SpreadEmbedding`
+    in place of the weight, both layers share one parameter, and their gradients add up in it (tied embeddings). `owner` is the rank of the
+    last stage. Exponentials and sums are computed in float32, or in the type of the weight if that has more digits. Targets equal to
     `ignore_index` have no loss.
 
     For each microbatch, by its number, every rank calls `join_broadcast`, `run_share` and `join_combine` in this order, and then once
@@ -262,11 +271,19 @@ class SpreadHead(_RowShard):
     be mixed, with the collectives in one order on all ranks.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, lane: CollectiveLane, owner: int, ignore_index: int = -100) -> None:
+    def __init__(
+        self,
+        weight: Tensor | SpreadEmbedding,
+        bias: Tensor | None = None,
+        *,
+        lane: CollectiveLane,
+        owner: int,
+        ignore_index: int = -100,
+    ) -> None:
         super().__init__(weight, lane, owner, "last stage")
         self.bias = None if bias is None else nn.Parameter(self._take(bias, len(self.weight)))
         self.ignore_index = ignore_index
-        self.dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.dtype = torch.promote_types(self.weight.dtype, torch.float32)
         self._inputs: dict[int, Future[Any]] = {}
         self._shares: dict[int, _Share] = {}
         self._factors: dict[int, Future[Any]] = {}
