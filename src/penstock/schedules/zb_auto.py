@@ -13,8 +13,6 @@ from itertools import product
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from penstock.errors import ScheduleError
 from penstock.ir.codes import F, I, W
 from penstock.ir.costs import Costs
@@ -23,6 +21,8 @@ from penstock.text.units import parse_size
 
 
 def _stages(shape: Shape, costs: Costs) -> list[StageCosts]:
+    import numpy as np  # takes longer to import than all schedules together
+
     names = ("f", "i", "w", "activation", "weight_stash")
     f, i, w, activation, stash = (costs.table(name, shape.ranks, shape.microbatches).tolist() for name in names)
     sizes, (rank, _) = costs.table("output", shape.ranks, shape.microbatches), np.indices((shape.ranks, shape.microbatches))
