@@ -28,6 +28,8 @@ def launch(
     *,
     parallel: bool = False,
     sms: int | None = None,
+    losses: int = 0,
+    restart: bool = False,
 ) -> list[Any]:
     """Call `fn(*args)` on every rank; returns the results by rank.
 
@@ -36,6 +38,10 @@ def launch(
     starts nothing and calls the function in this one. The first failure is raised after every rank has ended. Each rank starts
     from the caller's random state, which is left as it was.
 
+    With `losses`, up to that many of the processes that `gloo` starts may end early: pipelines on a mesh with data-parallel ranks go on
+    without them (see `Pipeline(on_loss=...)`), and the result of a lost rank is None. With `restart`, a new process takes the place of
+    each, and calls the function from its beginning; its pipeline joins the others at their next checkpoint.
+
     On a GPU each virtual rank has a stream of its own. With `sms` each stream has that many multiprocessors for itself, so that
     one GPU stands for several smaller ones.
     """
@@ -43,6 +49,15 @@ def launch(
         raise ScheduleError(f"{ranks} ranks: at least 1 is needed")
     if sms is not None and backend != "threads":
         raise ScheduleError(f"sms={sms} splits one GPU among virtual ranks, but backend {backend!r} has none")
+    if losses < 0 or (restart and not losses):
+        raise ScheduleError(
+            f"losses={losses}, restart={restart}: give the number of processes that may end early, at least 1 to restart them"
+        )
+    if losses and (backend != "gloo" or is_under_torchrun()):
+        raise ScheduleError(
+            f"losses={losses} is for processes that launch starts itself, with backend='gloo'; under other launchers, give the pipeline "
+            "on_loss='take-over'"
+        )
     if backend == "gloo":
         if is_under_torchrun():
             group = join()
@@ -50,7 +65,7 @@ def launch(
                 raise ScheduleError(f"launch for {ranks} ranks, but there are {group.ranks} processes: start as many")
             return group.gather(group.rank, "launch", fn(*args), _RESULTS)
         with Workers(ranks) as workers:
-            return workers.run(fn, args)
+            return workers.run(fn, args, losses=losses, restart=restart)
     if backend == "nccl":
         raise UnknownNameError(
             "backend 'nccl': NCCL is not a backend of launch, but how processes exchange tensors: start one process per GPU with "

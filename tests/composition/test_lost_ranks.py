@@ -1,0 +1,337 @@
+"""Ranks that are killed while a mesh trains: the others go on with the numbers of the unpipelined model, and each step is done once."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import penstock as ps
+from penstock.errors import PipelineError, ScheduleError
+from penstock.runtime import Checkpoints, Pipeline, device_mesh, launch, rank
+from penstock.runtime.launch.workers import Workers
+from penstock.runtime.transport.all_gather import AllGather
+
+WIDTH, STEPS, MICROBATCHES = 5, 6, 4
+SIZES = (8, 12)
+"""Rows of the two replicas."""
+SOON = 60.0
+"""Seconds in which a step with a loss must be through, on a machine that is busy with other things; it takes well under one otherwise."""
+DEADLINE = 120.0
+FORWARDS_LEFT: list[int] = []
+"""In a process that is to die in a forward: how many it has left."""
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Block(nn.Module):
+    """A layer with norm statistics, in one of whose forwards the process may die."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.norm = nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if FORWARDS_LEFT:
+            FORWARDS_LEFT[0] -= 1
+            if not FORWARDS_LEFT[0]:
+                die()
+        return x + torch.tanh(self.norm(self.map(x)))
+
+
+class Model(nn.Module):
+    """Blocks, the last of which shares its map with the first."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks[-1].map.weight = self.blocks[0].map.weight
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def make_batch(step: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The inputs and targets of both replicas in a step."""
+    source = torch.Generator().manual_seed(step)
+    x, y = (torch.randn(sum(SIZES), WIDTH, dtype=torch.float64, generator=source) for _ in range(2))
+    return list(x.split(SIZES)), list(y.split(SIZES))
+
+
+def train_alone(blocks: int, steps: int, accumulate: int = 1) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """The unpipelined model on the same microbatches; running statistics are those of the first replica, as on a mesh."""
+    model = Model(blocks)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    losses, norms = [], []
+    for step in range(steps):
+        inputs, targets = make_batch(step)
+        total = 0.0
+        for replica, (x, y) in enumerate(zip(inputs, targets, strict=True)):
+            buffers = copy.deepcopy(dict(model.named_buffers()))
+            for part, wanted in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+                loss = functional.mse_loss(model(part), wanted) * len(part) / sum(SIZES)
+                loss.backward()
+                total += float(loss.detach())
+            if replica:
+                for name, buffer in model.named_buffers():
+                    buffer.copy_(buffers[name])
+        losses.append(total)
+        if (step + 1) % accumulate == 0:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, norms, model.state_dict()
+
+
+def make_pipeline(name: str, **options: Any) -> tuple[Pipeline, int]:
+    """The pipeline of this process, and its replica."""
+    torch.set_num_threads(1)
+    mesh = device_mesh(pp=2, dp=2)
+    schedule = ps.schedule(name, 2, MICROBATCHES)
+    model = Model(schedule.stages)
+    made = {
+        "loss_fn": functional.mse_loss,
+        "mesh": mesh,
+        "deadline": DEADLINE,
+        "ties": [("0.map.weight", f"{schedule.stages - 1}.map.weight")],
+    }
+    return Pipeline(list(model.blocks), schedule, **(made | options)), mesh.get_local_rank("dp")
+
+
+def read_state(pipe: Pipeline) -> dict[str, Tensor]:
+    """The parameters and buffers of this rank, under the names of the unpipelined model."""
+    return {
+        f"blocks.{index}.{name}": value.detach().clone()
+        for index, stage in pipe.stages.items()
+        for name, value in stage.module.state_dict().items()
+    }
+
+
+def check(found: list[Any], wanted: tuple[list[float], list[float], dict[str, Tensor]], lost: set[int]) -> None:
+    """Every rank that is left has the losses, norms, parameters and statistics of the unpipelined model."""
+    losses, norms, state = wanted
+    assert {number for number, result in enumerate(found) if result is None} == lost
+    seen: set[str] = set()
+    for result in found:
+        if result is None:
+            continue
+        assert result["losses"] == pytest.approx(losses[-len(result["losses"]) :], rel=1e-12, abs=1e-12)
+        assert result["norms"] == pytest.approx(norms[-len(result["norms"]) :], rel=1e-11, abs=1e-12)
+        assert result["steps"] == len(losses)
+        assert max(result["seconds"]) < SOON
+        for name, value in result["state"].items():
+            seen.add(name)
+            assert torch.allclose(value, state[name], rtol=1e-10, atol=1e-12), name
+    assert seen == set(state)
+
+
+def train(name: str, plan: dict[int, tuple[int, str]], accumulate: int = 1, **options: Any) -> dict[str, Any]:
+    """Train, and die as planned: by step, the rank and the place."""
+    pipe, replica = make_pipeline(name, **options)
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.05)
+    out: dict[str, Any] = {"losses": [], "norms": [], "seconds": [], "lost": []}
+    for step in range(STEPS):
+        victim, place = plan.get(step, (None, ""))
+        if victim == rank():
+            arm(pipe, place)
+        inputs, targets = make_batch(step)
+        began, finalize = time.monotonic(), (step + 1) % accumulate == 0
+        result = pipe.step(inputs[replica], target=targets[replica], finalize_gradients=finalize)
+        out["losses"].append(float(result.loss))
+        if finalize:
+            out["norms"].append(float(pipe.clip_grad_norm_(0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        out["seconds"].append(time.monotonic() - began)
+        out["lost"].append(result.lost)
+        assert len(result.losses) == MICROBATCHES
+    return {**out, "steps": pipe.steps, "state": read_state(pipe)}
+
+
+def arm(pipe: Pipeline, place: str) -> None:
+    """Have this process die before the step, in its third forward, or in an exchange: after its first message, before the answer."""
+    if place == "before":
+        die()
+    elif place == "forward":
+        FORWARDS_LEFT.append(3)
+    else:
+        receive = AllGather._receive
+
+        def receive_or_die(self: AllGather, source: int, name: str, timeout: Any) -> bytes:
+            if name == place:
+                die()
+            return receive(self, source, name, timeout)
+
+        AllGather._receive = receive_or_die  # type: ignore[method-assign]
+
+
+def run(function: Callable[..., Any], args: tuple[Any, ...], ranks: int = 4, **options: Any) -> list[Any]:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    return launch(function, ranks, "gloo", args, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "accumulate"),
+    [
+        # Both columns have one rank left in the end, and inputs and targets are sent on. The lost ranks had summed their own part of the
+        # gradients of steps that were not finalized: the others run these steps again.
+        ("1f1b", {1: (3, "before"), 4: (0, "forward")}, 3),
+        # Some ranks have completed the step, or the norm, and others have not.
+        ("zbv", {2: (1, "commit"), 4: (2, "clip_grad_norm_")}, 1),
+    ],
+    ids=["in steps", "in exchanges"],
+)
+def test_the_others_go_on_with_the_same_numbers(name: str, plan: dict[int, tuple[int, str]], accumulate: int) -> None:
+    lost = {victim for victim, _ in plan.values()}
+    found = run(train, (name, plan, accumulate), losses=2)
+    check(found, train_alone(ps.schedule(name, 2, MICROBATCHES).stages, STEPS, accumulate), lost)
+    said = next(result["lost"] for result in found if result is not None)
+    assert said[0] is None
+    for victim in lost:
+        place, peer = f"(pp {victim // 2}, dp {victim % 2})", victim ^ 1
+        assert f"rank {victim} {place} was lost; its 4 microbatches run on rank {peer} " in said[-1]
+    assert "predicted step 1." in said[-1]
+
+
+def come_back(folder: str) -> dict[str, Any]:
+    """Train with a checkpoint every other step; ranks 3 and 0 die once, in steps that are far apart, and rank 2 in a save."""
+    pipe, replica = make_pipeline("1f1b")
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.05)
+    checkpoints = Checkpoints(folder)
+    start = checkpoints.load_latest(pipe, optimizer)
+    out: dict[str, Any] = {"losses": [], "norms": [], "seconds": [0.0], "lost": []}
+    for step in range(0 if start is None else start.step, STEPS + 4):
+        if start is None and (step, rank()) in ((1, 3), (3, 0)):
+            die()
+        if start is None and (step, rank()) == (5, 2):
+            arm(pipe, "plan together")
+        inputs, targets = make_batch(step)
+        result = pipe.step(inputs[replica], target=targets[replica])
+        out["losses"].append(float(result.loss))
+        out["norms"].append(float(pipe.clip_grad_norm_(0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        out["lost"].append(result.lost)
+        if step % 2:
+            if len(pipe.grid.whole.members) < 4:  # give the new process time to start
+                until = time.monotonic() + SOON
+                while len(pipe.grid.whole.list_returning()) + len(pipe.grid.whole.members) < 4 and time.monotonic() < until:
+                    time.sleep(0.05)
+            checkpoints.save(pipe, optimizer, step=step + 1)
+    return {**out, "steps": pipe.steps, "state": read_state(pipe), "started": 0 if start is None else start.step}
+
+
+def test_ranks_come_back_at_a_checkpoint(tmp_path: Path) -> None:
+    found = run(come_back, (str(tmp_path),), losses=3, restart=True)
+    check(found, train_alone(2, STEPS + 4), set())
+    assert [result["started"] for result in found] == [4, 0, 8, 2]
+    said = found[1]["lost"]
+    assert [None if lost is None else lost[:6] for lost in said] == [
+        *(None, "rank 3", None, "rank 0", None, None, "rank 2", "rank 2", None, None)
+    ]
+
+
+def stall(folder: str) -> Any:
+    """Rank 3 stops answering, is given up, and wakes up later."""
+    pipe, replica = make_pipeline("1f1b", deadline=4.0)
+    (Path(folder) / f"{rank()}.pid").write_text(str(os.getpid()))
+    inputs, targets = make_batch(0)
+    pipe.step(inputs[replica], target=targets[replica])
+    if rank() == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    result = pipe.step(inputs[replica], target=targets[replica])
+    if rank() == 0:
+        os.kill(int((Path(folder) / "3.pid").read_text()), signal.SIGCONT)
+    return result.lost
+
+
+def test_a_rank_that_does_not_answer_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = run(stall, (str(tmp_path),), losses=1)
+    assert found[3] is None
+    assert all("rank 3 (pp 1, dp 1) was lost" in lost for lost in found[:3])
+    assert "rank 3 (pp 1, dp 1) did not answer the others, which go on without it" in caplog.text
+
+
+def lose_all_that_is_needed(shard: bool) -> str:
+    """A mesh without pipeline: the lost rank was the only one of its replica."""
+    torch.set_num_threads(1)
+    mesh = device_mesh(pp=1, dp=2)
+    torch.manual_seed(0)
+    pipe = Pipeline(
+        [nn.Linear(WIDTH, WIDTH)], schedule="data-parallel", microbatches=2, loss_fn=functional.mse_loss, mesh=mesh, shard=shard
+    )
+    x = torch.randn(4, WIDTH)
+    pipe.step(x, target=x)
+    if rank() == 1:
+        die()
+    try:
+        pipe.step(x, target=x)
+    except PipelineError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(
+    ("shard", "said"),
+    [
+        (
+            False,
+            "all ranks of replica 1 are lost, and its part of each batch was loaded by them alone: start again from the last checkpoint",
+        ),
+        (
+            True,
+            "lost: rank 1 (pp 0, dp 1) with its shards of stage 0. Along dp no other rank holds the same shards; with dp_replicate, others "
+            "would. Start again from the last checkpoint",
+        ),
+    ],
+    ids=["batch", "shards"],
+)
+def test_losses_that_nobody_can_make_up_for(shard: bool, said: str) -> None:
+    first, second = run(lose_all_that_is_needed, (shard,), ranks=2, losses=1)
+    assert second is None
+    assert said in first
+
+
+def test_pipelines_that_cannot_go_on_say_so_when_they_are_built(workers: Workers) -> None:
+    def build() -> list[str]:
+        said = []
+        for dims, options in (({"pp": 4}, {}), ({"pp": 2, "tp": 2}, {}), ({"pp": 2, "dp": 2}, {"schedule": "seq1f1b"})):
+            mesh = device_mesh(**dims)
+            stages = [nn.Linear(WIDTH, WIDTH) for _ in range(4 if dims["pp"] == 4 else 2)]
+            chosen = {"schedule": "1f1b", "microbatches": 4} | options
+            try:
+                Pipeline(stages, mesh=mesh, loss_fn=functional.mse_loss, on_loss="take-over", **chosen)
+            except ScheduleError as error:
+                said.append(str(error))
+        try:
+            Pipeline([nn.Linear(1, 1)], schedule="1f1b", microbatches=1, on_loss="go on")
+        except ScheduleError as error:
+            said.append(str(error))
+        return said
+
+    for said in workers.run(build):
+        assert "only ranks along dp or dp_replicate of a mesh hold the same stages" in said[0]
+        assert "only ranks along dp" in said[1]
+        assert "slices of a sequence must stay on one rank" in said[2]
+        assert said[3] == "on_loss must be 'raise' or 'take-over', got 'go on'"
+    with pytest.raises(ScheduleError, match="losses=1 is for processes that launch starts itself"):
+        launch(build, 4, losses=1)
+    with pytest.raises(ScheduleError, match="at least 1 to restart them"):
+        launch(build, 4, "gloo", restart=True)
