@@ -767,13 +767,13 @@ class Pipeline:
         self.postponed_steps = 0 if finalizes else self.postponed_steps + 1
         result = self._build_result(executor, shares, recorded, losses)
         if meter is not None:
-            meter.end(self.steps, shares if self.joint is None else self.joint.keep_sizes(shares), result.loss)
+            meter.end(self.steps, shares if self.joint is None else self.joint.keep_own(shares), result.loss)
         return result
 
     def _gather_shares(self, name: str, share: ResultShare) -> list[ResultShare]:
         """The shares of all ranks, which must have run the same step."""
         shares = self.gather(name, share)
-        check_same_step(shares if self.joint is None else self.joint.keep_sizes(shares), self.group.describe_rank)
+        check_same_step(shares if self.joint is None else self.joint.keep_own(shares), self.group.describe_rank)
         return shares
 
     def _sum_losses(self, shares: list[ResultShare]) -> dict[int, Tensor | None]:

@@ -179,10 +179,13 @@ class JointBatch:
             outputs={m - first: value for m, value in share.outputs.items() if m in own},
         )
 
-    def keep_sizes(self, shares: Sequence[ResultShare], replica: int) -> list[ResultShare]:
-        """The shares of all survivors; only those of the replica tell the sizes of microbatches, which may differ between replicas."""
+    def keep_own(self, shares: Sequence[ResultShare], replica: int) -> list[ResultShare]:
+        """The shares of all survivors, without what those of other replicas tell of their batches, which may differ."""
         return [
-            share if own == replica else replace(share, sizes=None) for share, (_, own) in zip(shares, self.survivors.places, strict=True)
+            share
+            if own == replica
+            else replace(share, sizes=None, times=None if share.times is None else replace(share.times, tokens=None))
+            for share, (_, own) in zip(shares, self.survivors.places, strict=True)
         ]
 
 

@@ -77,8 +77,14 @@ class JointPipeline:
         }
         parts = []
         for lost, by_taker in counts.items():
-            takers = [taker if len(by_taker) == 1 else f"{taker} ({count})" for taker, count in by_taker.items()]
-            parts.append(f"{lost} was lost; its {sum(by_taker.values())} microbatches run on {' and '.join(takers)}")
+            total = sum(by_taker.values())
+            takers = " and ".join(f"{count} on {taker}" for taker, count in by_taker.items())
+            runs = (
+                f"its {total} microbatches run on {next(iter(by_taker))}"
+                if len(by_taker) == 1
+                else f"of its {total} microbatches run {takers}"
+            )
+            parts.append(f"{lost} was lost; {runs}")
         return "; ".join([*parts, f"predicted step {taken.slowdown:.3g} of before"])
 
     # Steps ------------------------------------------------------------------------------------------------------------
@@ -114,7 +120,7 @@ class JointPipeline:
         assert self.batch is not None
         return [self.batch.take_replica(share, replica) for share in shares]
 
-    def keep_sizes(self, shares: list[ResultShare]) -> list[ResultShare]:
-        """The shares of all survivors, with the sizes of this replica's microbatches only."""
+    def keep_own(self, shares: list[ResultShare]) -> list[ResultShare]:
+        """The shares of all survivors, without what those of other replicas tell of their batches."""
         assert self.batch is not None
-        return self.batch.keep_sizes(shares, self.replica)
+        return self.batch.keep_own(shares, self.replica)

@@ -37,8 +37,8 @@ _current = _CurrentRank()
 _joined: dict[str, Processes] = {}
 _initialised: list[str] = []
 """The starts of the processes in which torch.distributed was initialised here."""
-_returned: list[str] = []
-"""The starts in which this process takes the place of a lost one."""
+_returned: list[int] = []
+"""The rank whose place this process takes, if another process had it before."""
 
 
 def set_group(group: Group | None, rank: int) -> None:
@@ -120,7 +120,8 @@ def _connect_once(name: str, rank: int, ranks: int, transport: str) -> Processes
         store: Any = PrefixStore(
             f"penstock/{_name_start()}/{name}", find_private("torch.distributed.distributed_c10d._get_default_store")()
         )
-        _joined[name] = Processes(store.clone(), rank, ranks, CONNECT, transport, returning=_name_start() in _returned)
+        _joined[name] = Processes(store.clone(), rank, ranks, CONNECT, transport, returning=bool(_returned))
+        _joined[name].expects_losses = getattr(_current.group, "expects_losses", False)
     return _joined[name]
 
 
@@ -147,7 +148,6 @@ def initialise() -> None:
         dist.init_process_group(default_backend(), store=PrefixStore("torch", own), rank=number, world_size=ranks)
     else:
         initialise_alone(PrefixStore("torch", own), number, ranks)
-        _returned.append(_name_start())
     _initialised.append(_name_start())
 
 
@@ -159,6 +159,7 @@ def initialise_alone(store: Any, rank: int, ranks: int) -> None:
     """
     find_private("torch.testing._internal.distributed.fake_pg")  # registers the backend
     dist.init_process_group("fake", store=store, rank=rank, world_size=ranks)
+    _returned.append(rank)
 
 
 def _name_start() -> str:
