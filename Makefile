@@ -3,7 +3,7 @@
 PYTHON ?= python3
 DEFAULT_TORCH := 2.13.0
 TORCH ?= $(DEFAULT_TORCH)
-# The newest patch release of each minor version that penstock.runtime works with; `make matrix` tests all of them.
+# The newest patch release of each minor version that penstock works with; `make matrix` tests all of them.
 TORCH_VERSIONS := 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 VENV := $(if $(filter $(DEFAULT_TORCH),$(TORCH)),.venv,.venv-torch-$(TORCH))
 BIN := $(VENV)/bin
@@ -15,10 +15,12 @@ DEV := $(VENV)/.dev
 PAGE := web/node_modules/.installed
 DEEPSPEED := .venv-deepspeed
 TITAN := .venv-titan
+SKY := .venv-sky
+TITAN_TESTS := tests/models/test_processes_torchtitan.py tests/integrations/test_torchtitan_modules.py tests/docs/test_torchtitan_settings.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test quick matrix fuzz page bench cases paper docs deepspeed titan lint
+.PHONY: help setup demo test quick matrix fuzz page bench cases paper docs pictures deepspeed titan sky lint
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-9s %s\n", $$1, $$2 }'
@@ -35,7 +37,7 @@ test: $(DEV) $(PAGE)  ## check style, types and the page and run every test; TOR
 quick: $(DEV) lint  ## check style and types and run the tests that are not slow
 	$(BIN)/python -m pytest -q -n 2 -m 'not slow' --hypothesis-profile=quick
 
-matrix: $(TORCH_VERSIONS:%=matrix-%)  ## run the tests that are not slow with each supported version of torch, one after the other
+matrix: $(TORCH_VERSIONS:%=matrix-%)  ## run the tests that are not slow, and all of the PyTorch drop-in, with each supported version of torch
 
 matrix-%:
 	@echo "torch $*"
@@ -43,6 +45,7 @@ matrix-%:
 
 matrix-tests: $(DEV)
 	$(BIN)/python -m pytest -q -n 2 -m 'not slow' --hypothesis-profile=quick
+	$(BIN)/python -m pytest -q -n 2 tests/compat/torch --hypothesis-profile=quick
 
 fuzz: $(DEV)  ## compare random models, batches and schedules with the plain loop; FUZZ="--cases 5000 --seed 7 --transport both" chooses
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(FUZZ) $(if $(CASE),'$(CASE)')
@@ -62,11 +65,19 @@ paper: $(DEV)  ## plan a trillion parameters on 4,096 GPUs, on paper
 docs: $(DEV)  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+pictures: $(DEV) $(PAGE)  ## draw docs/architecture.svg and take docs/studio*.png from the live studio
+	$(BIN)/python docs/maker/rooms.py
+	PENSTOCK_PYTHON=$(abspath $(BIN))/python node docs/maker/studio.mjs
+
 deepspeed: $(DEEPSPEED)/.installed  ## train with GPipe's and eager 1F1B's order in DeepSpeed's own engine, installed apart
 	@$(DEEPSPEED)/bin/python examples/deepspeed_orders.py
 
-titan: $(TITAN)/.installed  ## train torchtitan's debug model for 20 steps by our plan, in its own Trainer on two processes, installed apart
+titan: $(TITAN)/.installed  ## train torchtitan's debug model for 20 steps by our plan, in its own Trainer, and run the tests that need torchtitan
 	@OMP_NUM_THREADS=1 LOG_RANK=0,1 $(TITAN)/bin/torchrun --standalone --nproc-per-node 2 examples/torchtitan/train_debugmodel.py --training.steps 20 --dump_folder .cache/titan
+	OMP_NUM_THREADS=1 $(TITAN)/bin/python -m pytest -q $(TITAN_TESTS)
+
+sky: $(SKY)/.installed  ## have SkyPilot itself check the task in examples/launchers/, installed apart; it needs no account
+	@HOME=$(CURDIR)/$(SKY)/home $(SKY)/bin/python -c 'import sky; print(sky.Task.from_yaml("examples/launchers/skypilot.yaml"))'
 
 lint: $(DEV)
 	$(BIN)/ruff format --check
@@ -103,5 +114,11 @@ $(DEEPSPEED)/.installed: $(DEV)
 # torchtitan needs a newer torch than the tests' one, so it shares nothing with their environment.
 $(TITAN)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(TITAN)
-	$(TITAN)/bin/python -m pip --disable-pip-version-check -q install torch==2.15.0 torchtitan==0.3.0 cloudpickle -e .
+	$(TITAN)/bin/python -m pip --disable-pip-version-check -q install torch==2.15.0 torchtitan==0.3.0 cloudpickle pytest hypothesis -e .
+	@touch $@
+
+# SkyPilot has many dependencies, and none of them are Penstock's.
+$(SKY)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(SKY)
+	$(SKY)/bin/python -m pip --disable-pip-version-check -q install skypilot==0.14.1
 	@touch $@

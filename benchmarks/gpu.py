@@ -1,7 +1,7 @@
 """Everything that is measured on a GPU, in one run: `PYTHONPATH=src python benchmarks/gpu.py --out DIR [--only split,memory]`.
 
 Writes `gpu.md` and `gpu.json`. Ranks are virtual: threads of one process, each on a stream of the one GPU. Without a GPU, or with
-`--small`, everything runs at a tiny size, to see that it runs; the figures mean nothing then. Ends with 1 where a section fails or a
+`--small`, everything runs at a tiny size, to see that it runs; the figures mean nothing then. Ends with 1 if a section fails or a
 row says NO.
 """
 

@@ -37,7 +37,7 @@ def overhead(device: Any, small: bool) -> dict[str, Any]:
         f"One rank with {STAGES} stages of {WIDTH}x{WIDTH} linear maps and {MICROBATCHES} microbatches of {EACH} rows: "
         "microseconds for each compute action, of the whole step from an idle device until it is idle. The bare loop runs the "
         "same forwards and full backwards and nothing else, "
-        "so that it has fewer and larger actions where the schedule splits its backwards."
+        "so that it has fewer and larger actions if the schedule splits its backwards."
     )
     return {"what": what, "rows": rows}
 

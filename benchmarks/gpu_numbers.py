@@ -29,7 +29,7 @@ def conformance(device: Any, small: bool) -> dict[str, Any]:
     bad = [f"{row['schedule']} on {row['ranks']}" for row in rows if row["good"] != "yes"]
     what = (
         f"Every training schedule with {MICROBATCHES} microbatches of a batch of {BATCH}: the checks of `penstock.testing`; a "
-        "float32 step against the microbatch loop, to the last bit where weight gradients are summed in order, else to 1e-5; a float64 "
+        "float32 step against the microbatch loop, to the last bit if weight gradients are summed in order, else to 1e-5; a float64 "
         f"step against the whole batch, to 1e-12. {len(rows)} cases, {len(bad)} bad{': ' if bad else ''}{', '.join(bad)}."
     )
     return {"what": what, "rows": rows}

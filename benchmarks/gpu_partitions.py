@@ -54,17 +54,25 @@ def partitions(device: Any, small: bool) -> dict[str, Any]:
 
 
 def _profile(model: nn.Sequential, sample: Tensor, lanes: Sequence[Any], small: bool) -> ps.Profile:
-    """Of the blocks in one part, while every other part runs such a block forward and backward over and over, as in a step."""
+    """Of the blocks in one part, while every other part runs such a block."""
+    options: dict[str, Any] = {"loss_fn": mean_loss, "target": sample, "optimizer": None, "warmup": 1, "repeats": 1 if small else 5}
+    measured = profile_beside_others(list(model), sample, lanes, model[0], sample, small, **options)
+    return replace(measured, layers=[replace(layer, workspace=0.0) for layer in measured.layers])  # the allocator counts all parts'
+
+
+def profile_beside_others(  # noqa: PLR0917
+    layers: Sequence[nn.Module], sample: Tensor, lanes: Sequence[Any], block: nn.Module, busy_with: Tensor, small: bool, **options: Any
+) -> ps.Profile:
+    """Profile layers in one part, while every other part runs a block forward and backward over and over, as in a step."""
     wait()
     over = threading.Event()
-    busy = [threading.Thread(target=_work, args=(lane, copy.deepcopy(model[0]), sample, over)) for lane in lanes[1:] if lane is not None]
+    busy = [threading.Thread(target=_work, args=(lane, copy.deepcopy(block), busy_with, over)) for lane in lanes[1:] if lane is not None]
     for thread in busy:
         thread.start()
     time.sleep(0 if small else 1)  # until clocks and temperatures are those of a step
     try:
         with nullcontext() if lanes[0] is None else torch.cuda.stream(lanes[0]):
-            found = profile(list(model), sample, loss_fn=mean_loss, target=sample, optimizer=None, warmup=1, repeats=1 if small else 5)
-            return replace(found, layers=[replace(layer, workspace=0.0) for layer in found.layers])  # the allocator counts all parts'
+            return profile(list(layers), sample, **options)
     finally:
         over.set()
         for thread in busy:

@@ -51,7 +51,7 @@ def _rows(name: str, peer: Any, x: Tensor, y: Tensor, rounds: int) -> list[Row]:
             _timed(lambda: runner.step(x, target=y), theirs),
         ],
     )
-    each = f"{statistics.median(mine) / len(schedule[0]) * 1e6:.0f} us an action"
+    each = f"{statistics.median(mine) / len(schedule[0]) * 1e6:.0f} us per action"
     full = f"the loop's {len(order)} actions have full backwards, ours are {len(schedule[0])}" if split else ""
     halfway = [part / 2 for part in summed(loop, torchs)]
     return [

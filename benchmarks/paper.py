@@ -116,8 +116,8 @@ def _planned(setting: Setting, plan: ps.Plan) -> Iterator[str]:
     yield ""
     yield (
         f"**{plan.name}** ({plan.placement.kind} placement, {plan.placement.stages} stages, {again} of them recomputed): "
-        f"{units.time(plan.objective)} a step, {setting.tokens / plan.objective:,.0f} tokens a second, bubble {plan.predicted.bubble:.1%}; "
-        f"{_useful(plan):.1%} of the GPUs' time is forward and backward of the model, once."
+        f"{units.time(plan.objective)} per step, {setting.tokens / plan.objective:,.0f} tokens per second, "
+        f"bubble {plan.predicted.bubble:.1%}; {_useful(plan):.1%} of the GPUs' time is forward and backward of the model, once."
     )
     yield ""
     yield (
@@ -187,7 +187,7 @@ def _reduction(setting: Setting, plan: ps.Plan) -> Iterator[str]:
         f"Sharing out the sum of the gradients over {setting.data} copies takes a rank {units.time(heaviest)} on its link. "
         f"Each stage's begins with its last weight gradient, while other stages compute: "
         f"the step takes {units.time(reduced.makespan)}, {units.time(longer)} more "
-        f"({longer / plan.predicted.makespan:.1%}). Gathering the updated parameters takes the same again where nothing hides it."
+        f"({longer / plan.predicted.makespan:.1%}). Gathering the updated parameters takes the same again if nothing hides it."
     )
 
 

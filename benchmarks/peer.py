@@ -65,7 +65,7 @@ def validate(rows: Orders, ranks: int, microbatches: int) -> Any:
 
 
 def simulate(rows: Orders, ranks: int) -> Any:
-    """Its simulation, which ends in an error where an order hangs."""
+    """Its simulation, which ends in an error if an order hangs."""
     return schedules._simulate_comms_compute(rows, lambda stage: stage, ranks)
 
 

@@ -28,7 +28,7 @@ PEERS = {
 }
 """F, I, W and latency of a rank; ranks and microbatches; memory limit in activations of a rank; the peers' bubble."""
 CHUNKS = 2
-"""Layers per rank, as many as the peers have chunks, so that nobody cuts the model more finely."""
+"""Layers per rank, as many as the peers have chunks, so that the peers do not cut the model more finely."""
 FINE = 8
 """Layers per rank of the plans whose time is measured: every placement can be cut evenly, so all are tried."""
 TWO_COPIES = ("chimera", "dualpipe")
@@ -106,7 +106,7 @@ def _add(found: list[Outcome], case: Problem, seconds: float) -> list[Row]:
 
 
 def _outcome(case: Problem, seconds: float) -> Outcome | None:
-    """What is found, unless there is no order at all."""
+    """The result of the search; None if no order is possible."""
     problem = case.problem
     found = search(problem, seconds=seconds)
     bound = lower_bound(problem, seconds=seconds)

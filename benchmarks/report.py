@@ -29,7 +29,7 @@ class Report:
 
     @property
     def judged(self) -> list[Row]:
-        """The rows with a limit, where limits count: sizes of a short run are too small for them."""
+        """The rows with a limit, if limits count: sizes of a short run are too small for them."""
         return [] if self.short else [row for suite in self.suites for row in suite.rows if row.met is not None]
 
     @property
@@ -43,7 +43,7 @@ class Report:
 
     @property
     def code(self) -> int:
-        """The exit code: 130 where the run was interrupted, 1 where a row is red or a case failed."""
+        """The exit code: 130 if the run was interrupted, 1 if a row is red or a case failed."""
         return 130 if self.interrupted else int(bool(self.red or self.errors))
 
     def write(self, folder: Path) -> Path:
@@ -86,7 +86,7 @@ class Report:
         yield from (
             "",
             "A ratio is ours over what it is held against, both measured in this run; less is better. It is the median of the rounds' own "
-            "ratios, with their quartiles (their ends where there are fewer than four rounds) behind it.",
+            "ratios, with their quartiles (their ends if there are fewer than four rounds) behind it.",
         )
         for suite in self.suites:
             yield from self._section(suite)

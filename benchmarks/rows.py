@@ -15,7 +15,7 @@ LIMIT = "its limit"
 class Row:
     """One measurement: our values and those of what it is compared with, one a round, and the ratio that is allowed at most.
 
-    Rounds are compared one by one where both have as many, so that a slow moment of the machine is one for both; else each
+    Rounds are compared one by one if both have as many, so that a slow moment of the machine is one for both; else each
     of ours is compared with the median of the other's.
     """
 
@@ -41,7 +41,7 @@ class Row:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The quartiles, or the ends where there are fewer than four rounds."""
+        """The quartiles, or the ends if there are fewer than four rounds."""
         found = sorted(self.ratios)
         if len(found) < 4:
             return found[0], found[-1]

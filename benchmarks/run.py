@@ -1,6 +1,6 @@
 """Run the benchmarks and write one report: `python benchmarks/run.py [suite ...] [--short] [--out FOLDER]`.
 
-Ends with 1 where a row does not keep its limit or a case fails, and with 130 after Ctrl-C, which keeps what there is.
+Ends with 1 if a row does not keep its limit or a case fails, and with 130 after Ctrl-C, which keeps what there is.
 """
 
 from __future__ import annotations

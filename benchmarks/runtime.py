@@ -1,6 +1,6 @@
 """Steps on real processes over gloo against torch's own pipelining: same model, same schedule, same processes, in turn.
 
-Run alone: `python benchmarks/run.py runtime`. One thread a rank.
+Run alone: `python benchmarks/run.py runtime`. One thread per rank.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _tiny(workers: Workers, name: str, count: int, rounds: int) -> list[Row]:
     cpu, peer_cpu = statistics.median(found.cpu), statistics.median(found.peer_cpu)
     actions = len(ps.schedule(name, 2, count)[0])
     added = (cpu - found.bare) / (peer_cpu - found.bare)
-    note = f"{cpu / actions * 1e6:.0f} us an action; added to a bare loop: {added:.2f} of what torch adds"
+    note = f"{cpu / actions * 1e6:.0f} us per action; added to a bare loop: {added:.2f} of what torch adds"
     rows = [
         Row(f"{case}: a step", found.step, found.peer_step, limit=SHARES.get(name, 0.6)),
         Row(f"{case}: CPU of the main thread", found.cpu, found.peer_cpu, limit=0.5, note=note),
@@ -105,7 +105,7 @@ class Measured:
     peer_step: list[float]
     peer_cpu: list[float]
     hand_cpu: list[float]
-    """Of a loop that is written for this order, where there is one."""
+    """Of a loop that is written for this order, if there is one."""
     bare: float
     recorded: float
     predicted: float

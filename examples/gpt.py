@@ -140,4 +140,4 @@ def data(shape: Shape | None = None, most: int = 1_000_000) -> Text:
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """For `penstock train`."""
-    return torch.optim.AdamW(parameters, lr=3e-3)
+    return torch.optim.AdamW(parameters, lr=1e-3)

@@ -24,7 +24,7 @@ ON_PROCESSES = re.compile(r"/composition/|/test_(processes\w*|faults|direct|big_
 
 
 def pytest_configure() -> None:
-    """Processes that are started from here hear Ctrl-C, also where a shell runs all of this in the background, which does not."""
+    """Processes that are started from here hear Ctrl-C, also if a shell that ignores Ctrl-C runs all of this in the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -56,7 +56,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def start_workers() -> Iterator[Callable[[], Workers]]:
-    """Gives the pool of this session; a new one where a test has lost a process of the old one."""
+    """Gives the pool of this session; a new one if a test has lost a process of the old one."""
     from penstock.runtime.launch.workers import Workers
 
     started: list[Workers] = []

@@ -47,7 +47,10 @@ def test_a_file_error_names_file_row_and_cell() -> None:
 def test_a_missing_extra_says_how_to_get_it() -> None:
     error = MissingExtraError("the solver", "ortools", "solve")
     assert isinstance(error, ImportError)
-    assert str(error) == "the solver needs ortools, which is not installed: pip install 'penstock[solve]'"
+    assert (
+        str(error)
+        == "the solver needs ortools, which is not installed: install the extra 'solve', pip install '.[solve]' in a clone of Penstock"
+    )
 
 
 def test_a_verify_error_holds_its_findings() -> None:

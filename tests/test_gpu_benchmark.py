@@ -40,7 +40,7 @@ def test_every_section_writes_its_rows(tmp_path: Path) -> None:
 
 
 def test_it_ends_with_1_where_a_row_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the tiny size only where numbers differ: its figures mean nothing."""
+    """At the tiny size only differing numbers fail: its figures mean nothing."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     fails = runpy.run_path(str(ROOT / "benchmarks" / "gpu.py"))["fails"]
     slow, other = {"rows": [{"good": "yes"}, {"good": "NO"}]}, {"rows": [{"same to the last bit": "NO"}]}

@@ -50,6 +50,7 @@ def test_a_short_run_fills_the_report(tmp_path: Path) -> None:
 
 
 _HIDES = """
+import os
 import sys
 
 class Hiding:
@@ -57,24 +58,29 @@ class Hiding:
         self.finder = finder
 
     def find_spec(self, name, path=None, target=None):
-        hidden = name.split(".")[0] in ("ortools", "numba", "llvmlite", "matplotlib")
+        hidden = name.split(".")[0] in ("ortools", "numba", "llvmlite", "matplotlib", "starlette", "uvicorn")
         return None if hidden else self.finder.find_spec(name, path, target)
 
     def __getattr__(self, name):
         return getattr(self.finder, name)
 
 sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
+if SOURCE not in os.environ["PYTHONPATH"].split(os.pathsep):  # a process that the script starts has it there
+    sys.path[:] = [entry for entry in sys.path if not os.path.isdir(os.path.join(entry, "penstock"))]
 """
-"""Makes a process find no optional packages, as if they were not installed."""
+"""Makes a process find no optional packages and no penstock, as if they were not installed."""
 
 
-def test_a_short_run_without_optional_packages(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(_HIDES, encoding="utf-8")
-    command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), "simulation", "planner", "--short", "--out", str(tmp_path / "out")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "src")])}
+def test_a_short_run_from_the_source_tree_without_optional_packages(tmp_path: Path) -> None:
+    """Nothing but torch is installed. One suite of each kind: arrays, the planner, threads, and processes that the script starts."""
+    (tmp_path / "sitecustomize.py").write_text(f"SOURCE = {str(ROOT / 'src')!r}\n{_HIDES}", encoding="utf-8")
+    suites = ["simulation", "planner", "overhead", "runtime"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), *suites, "--short", "--out", str(tmp_path / "out")]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    assert list(found["suites"]) == suites
     assert all(suite["rows"] and not suite["errors"] for suite in found["suites"].values())
     assert "left out" in done.stdout
 

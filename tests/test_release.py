@@ -1,4 +1,4 @@
-"""What is released: a wheel that works where torch is not, with everything in it; and files that say the same of the version."""
+"""The release: a complete wheel that works without torch; and files that say the same of the version."""
 
 from __future__ import annotations
 
@@ -143,6 +143,6 @@ def test_commands_that_need_more_say_what(bare, tmp_path, command, extra):
     (tmp_path / "model.py").write_text("def build(): ...\ndef data(): ...\n")
     done = run(bare, *command, cwd=tmp_path)
     assert done.returncode == 2
-    assert f"pip install 'penstock[{extra}]'" in done.stderr
+    assert f"install the extra '{extra}', pip install '.[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.glob("*.svg"))

@@ -1,4 +1,4 @@
-"""Cases of time and memory: counted where they can be counted, else processor time of one thread."""
+"""Cases of time and memory: counted if they can be counted, else processor time of one thread."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from maker.table import rows
-from penstock.cli.app import app
+from penstock.cli.app import app, list_help_records, write_usage_line
 
 
 def command_page() -> str:
@@ -32,9 +32,11 @@ def _described(command: Any, path: str) -> Iterator[str]:
     texts, lines = _texts(command)
     yield from texts
     context = command.context_class(command, info_name=path)
-    yield f"```text\n{' '.join([path, *command.collect_usage_pieces(context)])}\n```"
-    records = [found for each in command.get_params(context) if each.name != "help" and (found := each.get_help_record(context))]
-    yield rows([("option", "meaning"), *((f"`{names}`", _escaped(said)) for names, said in records)])
+    yield f"```text\n{path} {write_usage_line(command, context)}\n```"
+    records = [
+        record for kind in ("argument", "option") for record in list_help_records(command, context, kind) if "--help" not in record[0]
+    ]
+    yield rows([("option", "meaning"), *((f"`{names}`", _escaped(text)) for names, text in records)])
     if lines:
         yield "```sh\n" + "\n".join(lines) + "\n```"
 

@@ -40,7 +40,13 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Show examples with their output as a session of the interpreter, empty lines as such."""
+    """Show examples with their output as a session of the interpreter, empty lines as such, and pictures in the theme's colours."""
+    from maker.pictures import dark_path
+
+    def both(match: re.Match[str]) -> str:
+        return f"![{match[1]}]({match[2]}#only-light)![{match[1]}]({dark_path(match[2])}#only-dark)"
+
+    markdown = re.sub(r"!\[([^\]]*)\]\(([^)]*\bpictures/[^)]*\.svg)\)", both, markdown)
     return re.sub(r"^( *)```python\n(?=\1>>> )", r"\1```pycon\n", markdown, flags=re.MULTILINE).replace("<BLANKLINE>", "")
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 import penstock as ps
 from maker.figures import simulated
-from penstock.draw.figures.canvas import render
+from penstock.draw.figures.canvas import recolour, render
 from penstock.draw.figures.plots import draw_tradeoff
 from penstock.draw.figures.timelines import draw_timelines
 from penstock.schedules.registry import algorithms
@@ -49,9 +49,16 @@ def _uneven() -> bytes:
 
 
 def _candidates() -> bytes:
-    """What a plan for unequal layers is chosen from."""
-    layers = [ps.Layer(f=t, i=t, w=t, activation=t, weight_stash=t / 2, parameters=2 * t) for t in (1.0, *UNEVEN, 1.0, *UNEVEN[:2])]
-    plan = ps.plan(ps.Profile(layers=layers, latency=0.1), ranks=RANKS, microbatches=MICROBATCHES, memory_limit=16.0, seconds=0.5)
+    """What a plan for unequal layers is chosen from: forwards of 5 and 7.5 ms, activations of 1 and 1.5 GiB."""
+    ms, gib = 1e-3, 2.0**30
+    layers = [
+        ps.Layer(
+            f=5 * ms * share, i=5 * ms * share, w=5 * ms * share, activation=gib * share, weight_stash=gib * share / 2, parameters=2 * gib
+        )
+        for share in (1.0, *UNEVEN, 1.0, *UNEVEN[:2])
+    ]
+    profile = ps.Profile(layers=layers, latency=0.5 * ms, time_unit="s")
+    plan = ps.plan(profile, ranks=RANKS, microbatches=MICROBATCHES, memory_limit="16GiB", seconds=0.5)
     return render(draw_tradeoff(plan), "svg")
 
 
@@ -67,9 +74,24 @@ CONCEPTS: dict[str, Callable[[], bytes]] = {
 """What the pages of `docs` show as `pictures/NAME.svg`."""
 
 
+DARK = {"ink": "#e4e8ea", "faint": "#a3adb3", "paper": "#0e171c", "idle": "#2c383f", "grid": "#223038"}
+"""The colours of text, lines and idle time on the dark ground of `style.css`."""
+
+
+def dark_path(path: str) -> str:
+    """The path of a picture's version for the dark mode."""
+    return path.removesuffix(".svg") + "-dark.svg"
+
+
 def pictures() -> dict[str, Callable[[], bytes]]:
-    """Every picture by its path."""
-    made: dict[str, Callable[[], bytes]] = {f"pictures/{name}.svg": draw for name, draw in CONCEPTS.items()}
+    """Every picture by its path, each also in the colours of the dark mode."""
+    drawn: dict[str, Callable[[], bytes]] = {f"pictures/{name}.svg": draw for name, draw in CONCEPTS.items()}
     for name in algorithms():
-        made[f"pictures/schedules/{name}.svg"] = partial(schedule_picture, name)
-    return made
+        drawn[f"pictures/schedules/{name}.svg"] = partial(schedule_picture, name)
+    light = {path: cache(draw) for path, draw in drawn.items()}
+    dark = {dark_path(path): partial(_darken, draw) for path, draw in light.items()}
+    return {**light, **dark}
+
+
+def _darken(draw: Callable[[], bytes]) -> bytes:
+    return recolour(draw().decode(), **DARK).encode()

@@ -1,9 +1,11 @@
 """A `pipelining_fn` for torchtitan 0.3.0: Penstock plans the cut and the schedule, and runs them through its drop-in for torch."""
 
+import atexit
 import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 
 import torch.distributed as dist
 from torchtitan.distributed.pipeline_parallel import _build_get_mesh_callback, _split_module
@@ -51,14 +53,16 @@ def pipeline_with_penstock(model, *, parallel_dims, parallelism, training, devic
 
 def report_failures(schedule) -> None:
     """When a step fails or times out on a rank, log what every rank was doing."""
-    store, rank, step = dist.distributed_c10d._get_default_store(), dist.get_rank(), schedule.step
+    store, rank, step, ended = dist.distributed_c10d._get_default_store(), dist.get_rank(), schedule.step, threading.Event()
     keys = [f"penstock/{other}" for other in range(dist.get_world_size())]
 
     def answer() -> None:
-        while not store.check(["penstock/failed"]):
-            time.sleep(0.2)
-        stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident])
-        store.compare_set(keys[rank], "", "was running\n" + "".join(stack[-2:]).rstrip())
+        with suppress(dist.DistError):  # the store is gone once its process has ended
+            while not store.check(["penstock/failed"]):
+                if ended.wait(0.2):
+                    return
+            stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident])
+            store.compare_set(keys[rank], "", "was running\n" + "".join(stack[-2:]).rstrip())
 
     def step_and_report(*args, **kwargs):
         try:
@@ -72,4 +76,6 @@ def report_failures(schedule) -> None:
             raise
 
     schedule.step = step_and_report
-    threading.Thread(target=answer, daemon=True).start()
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    atexit.register(lambda: (ended.set(), thread.join(5)))  # a process that ends while a thread is in the store may crash

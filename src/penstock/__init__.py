@@ -1,4 +1,8 @@
-"""Penstock plans, proves and runs pipeline-parallel training."""
+"""Penstock plans, proves and runs pipeline-parallel training.
+
+A schedule comes from `schedules` or from the planner, passes lower it to a program, the verifier proves it, and the simulator or the
+runtime runs it. Public names are loaded when they are first used, so that importing the package needs neither torch nor NumPy.
+"""
 
 from __future__ import annotations
 

@@ -36,6 +36,10 @@ class ScheduleError(PenstockError, ValueError):
     """Arguments that no schedule can be built from."""
 
 
+class ScheduleTypeError(ScheduleError, TypeError):
+    """Something else than a schedule or program, such as a name; the message says how to get one."""
+
+
 class UnknownNameError(ScheduleError, LookupError):
     """A name that is not registered; the message offers the nearest ones."""
 
@@ -45,7 +49,7 @@ class CostsError(PenstockError, ValueError):
 
 
 class FileFormatError(PenstockError, ValueError):
-    """A file that is not a schedule or program: names the file and, where there is one, the row and the cell."""
+    """A file that is not a schedule or program: names the file and, if there is one, the row and the cell."""
 
     def __init__(self, file: str, reason: str, *, row: int | None = None, cell: int | None = None) -> None:
         self.file, self.reason, self.row, self.cell = file, reason, row, cell
@@ -95,7 +99,7 @@ class StageCallError(PenstockError, RuntimeError, TypeError):
 
 
 class NotAnIteratorError(PenstockError, TypeError):
-    """Data that begin anew each time they are asked for, where an iterator over them is due."""
+    """Data that begin anew each time they are asked for, in place of an iterator over them."""
 
 
 class CopyError(PenstockError, TypeError):
@@ -132,7 +136,7 @@ class SplitError(PenstockError, RuntimeError):
 
 
 class WholeBackwardNeeded(BaseException):
-    """Raised where a split forward asks autograd for something that the weights' stand-ins keep from it.
+    """Raised when a split forward asks autograd for something that the weights' stand-ins keep from it.
 
     It is no `Exception`, so that handlers in the forward's own code let it pass.
     """
@@ -140,18 +144,27 @@ class WholeBackwardNeeded(BaseException):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
-        """What the stage does, as the end of a sentence."""
+        """The stage's behaviour, as the end of a sentence."""
 
 
 class MissingExtraError(PenstockError, ImportError):
     """An optional dependency that is not installed, named with the extra that brings it."""
 
     def __init__(self, what: str, package: str, extra: str) -> None:
-        super().__init__(f"{what} needs {package}, which is not installed: pip install 'penstock[{extra}]'")
+        super().__init__(f"{what} needs {package}, which is not installed: {name_extra(extra)}")
 
 
 class TorchVersionError(PenstockError, ImportError):
     """A version of torch that the runtime does not work with, or that lacks a private name which the runtime needs."""
+
+
+def name_extra(extra: str) -> str:
+    """End of a sentence about something that is not installed: the extra that brings it.
+
+    >>> name_extra("plot")
+    "install the extra 'plot', pip install '.[plot]' in a clone of Penstock"
+    """
+    return f"install the extra {extra!r}, pip install '.[{extra}]' in a clone of Penstock"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

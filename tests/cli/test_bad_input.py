@@ -191,4 +191,4 @@ def test_without_torch(folder, refused, monkeypatch, command, extra):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
     found = refused(2, *command)
-    assert f"needs {extra}, which is not installed: pip install 'penstock[{extra}]'" in found
+    assert f"needs {extra}, which is not installed: install the extra '{extra}', pip install '.[{extra}]'" in found

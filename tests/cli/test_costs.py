@@ -88,3 +88,8 @@ def test_a_time_of_full_backwards_needs_full_backwards(run, refused):
 def test_costs_of_a_rank_are_divided_among_slices_too() -> None:
     costs = ps.Costs(f=4, i=4, w=4, activation=8, output=2, parameters=6)
     assert divide_among_stages(costs, stages=4, ranks=2, slices=2) == ps.Costs(f=1, i=1, w=1, activation=2, output=1, parameters=3)
+
+
+def test_memory_that_is_given_in_bytes_is_printed_in_bytes(run):
+    assert "peak memory  8GiB on rank 0" in run("simulate", "1f1b", "-p", 4, "-m", 8, "--costs", "activation=2GiB").out
+    assert "4 activations on rank 0" in run("simulate", "1f1b", "-p", 4, "-m", 8, "--costs", "bandwidth=4GiB").out

@@ -66,13 +66,15 @@ def test_make_alone_lists_the_targets():
         "cases",
         "paper",
         "docs",
+        "pictures",
         "deepspeed",
         "titan",
+        "sky",
     ]
 
 
 @pytest.mark.parametrize(("target", "package"), [("demo", "'.[torch,fast,solve,plot]'"), ("setup", "'.[dev,release]'")])
 def test_torch_is_installed_first_and_in_the_version_that_is_tested(tmp_path, target, package):
-    """What make would run where nothing is installed yet."""
+    """The commands that make would run before anything is installed."""
     planned = subprocess.run(["make", "-n", f"VENV={tmp_path}/venv", target], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert planned.index("install torch==2.13.0") < planned.index(f"install -e {package}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -39,7 +40,12 @@ def test_a_group_of_options_becomes_the_parameters_of_a_command():
 
 def test_names_are_completed_in_any_case():
     assert complete_schedules("zb") == [name for name in algorithms() if name.startswith("zb")]
-    assert complete_schedules("ZBV") == ["zbv"]
+    assert complete_schedules("ZBV") == ["ZBV", "ZBVZeroBubble"]
+    assert "Zb-h1" in complete_schedules("Zb")
+    for typed in ("Z", "I", "1f1", "DualP", "G"):
+        names = complete_schedules(typed)
+        assert names
+        assert all(name.startswith(typed) and name in algorithms() for name in names)
     assert complete_schedules("file.c") == []
 
 
@@ -49,6 +55,20 @@ def test_the_shell_gets_the_names(words):
     environment = {**os.environ, "_PENSTOCK_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
     done = subprocess.run([sys.executable, "-m", "penstock"], capture_output=True, text=True, check=False, env=environment)
     assert done.stdout.split() == complete_schedules("zb")
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("penstock show ZB", complete_schedules("ZB")),
+        ("penstock plan --schedules 1f1b,zb", [f"1f1b,{name}" for name in complete_schedules("zb")]),
+        ("penstock plan --schedules sear", ["searched"]),
+    ],
+)
+def test_the_shell_gets_names_in_the_typed_case_and_the_last_of_a_list(words, completed):
+    environment = {**os.environ, "_PENSTOCK_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    done = subprocess.run([sys.executable, "-m", "penstock"], capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout.split() == completed
 
 
 def test_completion_can_be_installed(run):
@@ -63,4 +83,5 @@ def test_no_help_text_is_cut(run, monkeypatch, width):
         text = run(command, "--help").out
         first = " ".join(text.split("\n\n")[1].split())
         assert f"{command} {first.removesuffix('.')}" in listed
-        assert "range>" not in text
+        assert not re.search(r"<[^>]*>", text)
+        assert "{" not in text.partition("\n\n")[0]  # the usage line

@@ -88,3 +88,38 @@ def test_malformed_options_are_refused(text):
 def test_an_option_twice_or_unknown_is_refused(refused):
     assert "group_size is given twice" in refused(2, "show", "interleaved-1f1b", "-O", "group_size=4", "-O", "group_size=8")
     assert "no option 'groups'; its options: group_size, slices, chunks" in refused(2, "show", "interleaved-1f1b", "-O", "groups=4")
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "options"),
+    [
+        ("interleaved-1f1b{chunks=4}", (2, 8), {"chunks": 4}),
+        ("Interleaved1F1B{ chunks = 3, group_size=4 }", (2, 8), {"chunks": 3, "group_size": 4}),
+        ("hanayo{waves=2}", (4, 8), {"chunks": 4}),
+        ("zbv{}", (4, 8), {}),
+    ],
+)
+def test_options_in_braces_are_those_of_the_options(text, shape, options):
+    name = text.partition("{")[0]
+    wanted = ps.schedule(name, *shape, **options)
+    assert ps.schedule(text, *shape) == wanted
+    assert ScheduleSource(text, *shape).table() == wanted
+
+
+def test_counts_may_be_in_braces_on_the_command_line():
+    assert ScheduleSource("1f1b{ranks=2,microbatches=3}").table() == ps.schedule("1f1b", 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["interleaved-1f1b{chunks=4}", "--chunks", "2"], "chunks is given twice: in 'interleaved-1f1b{chunks=4}' and with --chunks"),
+        (["interleaved-1f1b{chunks=four}"], "chunks=four is not a whole number"),
+        (["interleaved-1f1b{group_size=4}", "-O", "group_size=8"], "group_size is given twice"),
+        (["interleaved-1f1b{groups=4}"], "has no option 'groups'"),
+        (["interleaved-1f1b{group_size}"], "is not NAME=VALUE"),
+        (["zvb{chunks=2}"], "did you mean 'zbv'"),
+    ],
+)
+def test_wrong_braces_are_refused(refused, args, said):
+    assert said in refused(2, "show", *args)

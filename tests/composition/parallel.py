@@ -1,4 +1,4 @@
-"""Models on a device mesh of four processes, and what a step of them gives."""
+"""Models on a device mesh of four processes, and the results of their steps."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def batch(rows: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor
 
 
 def mesh_of(**dims: int) -> DeviceMesh:
-    """A mesh of all processes. What torch remembers of meshes that an earlier test has made here is dropped."""
+    """A mesh of all processes. Torch's caches of meshes of earlier tests are dropped."""
     torch.set_num_threads(1)
     _clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
@@ -86,7 +86,7 @@ def full(tensor: Tensor | None) -> Tensor | None:
 
 @dataclass
 class Outcome:
-    """What one process has after a step: the loss, the gradients of its parameters in full, and the norm of all."""
+    """Results of a step on one process: the loss, the full gradients of its parameters, and the norm of all."""
 
     loss: Tensor | None
     grads: dict[str, Tensor | None]
@@ -141,7 +141,7 @@ def by_loop(model: nn.Module, x: Tensor, y: Tensor, sizes: Sequence[int], microb
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """How often each collective of torch.distributed is called inside, by anyone; those that call each other count once."""
+    """Count the calls of each collective of torch.distributed in the block; nested calls count once."""
     found: Counter[str] = Counter()
     originals, depth = {name: getattr(dist, name) for name in FUNCTIONS}, [0]
 

@@ -1,4 +1,4 @@
-"""Failures on a mesh: every process of it raises the same report, soon, whichever pipeline and data rank it is."""
+"""Failures on a mesh: every process raises the same report soon, on any pipeline and data rank."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from penstock.runtime.launch.workers import Workers
 from runtime.models import by_batch
 
 SOON, LATE = 100.0, 300.0
-"""A failure must be known long before the deadline, which no wait here may come to."""
+"""Failures must be known long before the deadline, which no wait here may reach."""
 DEADLINE = 6.0
-"""For those who are kept waiting."""
+"""The deadline of tests in which a rank is late."""
 
 
 class Trap(nn.Module):
-    """A layer that does something bad on a later forward, when it is set."""
+    """A layer that fails in a later forward, if it is set to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def raise_it() -> None:
 
 @pytest.mark.parametrize(("name", "victim", "shard"), [("1f1b", 1, False), ("zbv", 2, False), ("zbv", 1, True), ("1f1b", 2, True)])
 def test_exception_on_one_process(workers: Workers, name: str, victim: int, shard: bool) -> None:
-    """Nothing of the step is left. Copies go on; shards cannot, for torch's own groups may be out of step."""
+    """Nothing of the step is left. Copies go on; shards cannot, because torch's process groups may be out of step."""
 
     def train() -> Any:
         pipe, model, x, y = make(name, shard)
@@ -106,7 +106,7 @@ def test_exception_on_one_process(workers: Workers, name: str, victim: int, shar
 
 
 def wait_for_the_report(pipe: Pipeline) -> None:
-    """Be late until another process has had enough."""
+    """Sleep until another process gives up."""
     until = time.monotonic() + LATE
     while pipe.group.parent.connection is not None and time.monotonic() < until:
         time.sleep(0.02)
@@ -126,7 +126,7 @@ def wait_for_the_report(pipe: Pipeline) -> None:
     ids=["copies", "parameters that do not come"],
 )
 def test_stall_past_the_deadline(workers: Workers, name: str, options: dict[str, Any], victim: int, waited: str) -> None:
-    """A process that is late: who waits for it says so."""
+    """A late process: the processes that wait for it name it."""
     stage = victim // 2
 
     def train() -> Any:

@@ -1,4 +1,4 @@
-"""Copies of a pipeline that get a part of the batch each: gradients are summed once, and are those of the whole batch."""
+"""Replicas of a pipeline on parts of the batch: gradients are summed once, and equal those of the whole batch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ EACH = pytest.mark.parametrize(("name", "shard"), [("1f1b", False), ("zbv", True
 
 @BOTH
 def test_gradients_accumulate_over_steps(workers: Workers, name: str, shard: bool) -> None:
-    """Three steps before an update, of other sizes and counts: what was there before is not summed again."""
+    """Three steps of different sizes and counts before an update: earlier gradients are not summed again."""
     stages = schedule(name, 2).stages
     model, plan = perceptrons(stages), ((13, (6, 7), 4), (9, (4, 5), 3), (13, (7, 6), 4))
     batches = [(*batch(rows), sizes, count) for rows, sizes, count in plan]
@@ -68,7 +68,7 @@ def test_gradients_accumulate_over_steps(workers: Workers, name: str, shard: boo
 
 @EACH
 def test_training_follows_the_single_process(workers: Workers, name: str, shard: bool) -> None:
-    """Six updates with an optimizer that remembers and with clipping, from models that begin with other values on each data rank."""
+    """Six updates with a stateful optimizer and clipping, from models with different initial values on each data rank."""
     stages = schedule(name, 2).stages
     model, batches = perceptrons(stages), [batch(13) for _ in range(6)]
 
@@ -131,7 +131,7 @@ def test_loss_by_valid_tokens_over_all_data_ranks(workers: Workers, shard: bool)
 
 @KINDS
 def test_data_ranks_order_their_own_microbatches(workers: Workers, shard: bool) -> None:
-    """Each in its own order gives the numbers of the whole batch; schedules that differ are refused before the step."""
+    """Data ranks may order their microbatches differently; different schedules are refused before the step."""
     model, (x, y) = perceptrons(2), batch(sum(SIZES))
 
     def train() -> tuple[Outcome, str]:
@@ -206,7 +206,7 @@ class Picky(nn.Module):
 
 @BOTH
 def test_parameters_that_only_some_data_ranks_use(workers: Workers, name: str, shard: bool) -> None:
-    """One that a single data rank has a gradient for, and one that none has, whose gradient stays None."""
+    """A parameter with a gradient on one data rank only, and one without any, whose gradient stays None."""
     count = schedule(name, 2).stages
     model, (x, y) = nn.Sequential(*(Picky() for _ in range(count))).double(), batch(12)
     x[:, 0] = x[:, 0].abs()
@@ -231,7 +231,7 @@ def test_parameters_that_only_some_data_ranks_use(workers: Workers, name: str, s
 
 @pytest.mark.parametrize(("name", "shard"), [("1f1b", False), ("zbv", False), ("1f1b", "list"), ("zbv", True)])
 def test_tied_parameters(workers: Workers, name: str, shard: Any) -> None:
-    """One matrix at both ends of the model: on other ranks, or on one; copies, shards of the pipeline's making, and shards of ours."""
+    """One matrix at both ends of the model, on two ranks or on one: replicated, sharded by the pipeline, or sharded by the user."""
     torch.manual_seed(0)
     model, tokens = GPT(depth=4, tied=True).double(), torch.randint(0, 11, (13, 8))
     layers = Layers("blocks", head=["embed"], tail=["norm", "head"])
@@ -302,7 +302,7 @@ def test_a_stage_that_needs_its_backward_whole(workers: Workers, options: dict[s
 
 
 def test_buffers_are_those_of_the_first_data_rank(workers: Workers) -> None:
-    """As DistributedDataParallel does: the next step and the next evaluation begin with the first data rank's statistics."""
+    """As in DistributedDataParallel, the next step and the next evaluation begin with the first data rank's statistics."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))).double()
     x, y = batch(16)
 

@@ -1,4 +1,4 @@
-"""Every family of schedules with every way to use more processes, or less precision: the numbers are those of one process."""
+"""Every family of schedules on every kind of mesh and precision: the numbers equal those of one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAMILIES = [name for name, each in algorithms().items() if name != "inference" a
 EVEN = ("chimera", "dualpipe")
 """Run on an even number of ranks, so that four processes do not make a mesh of them for hybrid sharding."""
 SIZES = {1: (13,), 2: (6, 7), 4: (5, 4, 7, 6)}
-"""Rows of each data rank: none is a multiple of the number of microbatches, nor are they equal."""
+"""Rows of each data rank: unequal, and not multiples of the number of microbatches."""
 
 CASES = [
     pytest.param(family, feature, marks=pytest.mark.matrix(family=family, feature=feature), id=f"{family}-{feature}")
@@ -67,7 +67,7 @@ def step(family: str, mesh: DeviceMesh, *, dtype: torch.dtype = torch.float64, r
 
 
 def scaled(family: str, mesh: DeviceMesh) -> list[Any]:
-    """Three updates: one that overflows on one process only, which all must skip, and two that do not."""
+    """Three updates: all processes skip one that overflows on a single process, and make the other two."""
     ranks, copies = mesh["pp"].size(), copies_in(mesh)
     pipe = Pipeline(model_for(family, ranks, torch.float32), schedule(family, ranks), loss_fn=functional.mse_loss, mesh=mesh)
     x, y = split_over(mesh, *data(copies, torch.float32), SIZES[copies])
@@ -85,7 +85,7 @@ def scaled(family: str, mesh: DeviceMesh) -> list[Any]:
 
 
 def resumed(family: str, mesh: DeviceMesh, folder: Path) -> Outcome:
-    """An update of stages in shards, which are saved; then copies that began with other values load them and make another step."""
+    """Sharded stages make an update and are saved; replicas with other values load the checkpoint and make another step."""
     ranks, copies = mesh["pp"].size(), copies_in(mesh)
     x, y = split_over(mesh, *data(copies), SIZES[copies])
     pipe = Pipeline(model_for(family, ranks), schedule(family, ranks), loss_fn=functional.mse_loss, mesh=mesh, shard=True)
@@ -120,7 +120,7 @@ def everything(family: str, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, list[dict[str, Any]]]:
-    """What every process found, by family: one run for all features."""
+    """The results of every process, by family: one run for all features."""
     return {}
 
 
@@ -182,7 +182,7 @@ def check_scaler(found: Any, model: nn.Module, copies: int) -> None:
 
 
 def check_checkpoint(found: Any, model: nn.Module, copies: int, folder: Path) -> None:
-    """The second step is that of the plain model, which loads the same values and optimizer state as an update gives it."""
+    """The second step equals that of the plain model after the same update."""
     x, y = data(copies)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
     functional.mse_loss(model(x), y).backward()

@@ -107,7 +107,7 @@ def test_wrappers_that_do_not_fit_the_mesh(workers: Workers) -> None:
 
 @KINDS
 def test_different_counts_are_refused(workers: Workers, shard: bool) -> None:
-    """Before anything has begun, so that the next step works, in shards too."""
+    """The refusal comes before the step begins, so that the next step works, with shards too."""
     model, (x, y) = perceptrons(2), batch(13)
 
     def train() -> tuple[str, Outcome]:
@@ -126,7 +126,7 @@ def test_different_counts_are_refused(workers: Workers, shard: bool) -> None:
 
 
 def test_input_that_one_data_rank_refuses(workers: Workers) -> None:
-    """Too few rows on one of them: all know at once, and go on."""
+    """Too few rows on one data rank: all ranks raise at once, and go on."""
     model, (x, y) = perceptrons(2), batch(13)
 
     def train() -> tuple[str, Outcome]:

@@ -93,7 +93,7 @@ def test_autocast_inside_of_an_overlap() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_in_bfloat16(name: str) -> None:
-    """To the last bit those of the loop in bfloat16."""
+    """Gradients equal those of the loop in bfloat16, to the last bit."""
     model, (x, y) = perceptrons(schedule(name, 2).stages, HALF), batch(13, HALF)
     wanted, mine = loop(model, x, y, cast=False), copy.deepcopy(model)
     launch(lambda: Pipeline(mine, schedule(name, 2), loss_fn=functional.mse_loss).step(x, target=y), ranks=2)
@@ -116,7 +116,7 @@ def summed(model: nn.Module, x: Tensor, y: Tensor, pieces: int, dtype: torch.dty
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sums_in_float32(name: str) -> None:
-    """Gradients of many microbatches are added up in float32 and rounded once; over steps, in the parameters' own."""
+    """Gradients of many microbatches are summed in float32 and rounded once; over steps they are summed in the parameters' dtype."""
     made = ps.schedule(name, ranks=2, microbatches=16)
     model, (x, y) = perceptrons(made.stages, HALF), batch(32, HALF)
     mine, plain = copy.deepcopy(model), copy.deepcopy(model)

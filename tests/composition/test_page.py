@@ -31,7 +31,7 @@ def test_the_table_follows_the_marks() -> None:
 
 
 def test_the_example_runs(workers: Workers) -> None:
-    """On processes that are there already; what it prints is caught."""
+    """On processes that run already; their output is captured."""
     blocks = re.findall(r"^```python\n(.*?)^```$", matrix.PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
     caught = "said = []\ndef print(*words, **_): said.append(words)\ndef run():\n    train()\n    return said\n"
     names: dict[str, Any] = {"__name__": "example"}

@@ -73,7 +73,7 @@ def unpipelined() -> list[float]:
 
 
 def test_killed_processes_of_a_mesh(tmp_path: Path) -> None:
-    """Every step once, as if nothing had happened, though shards load what copies have saved and the reverse."""
+    """Every step runs once, also if shards load the checkpoint of replicas and the reverse."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]

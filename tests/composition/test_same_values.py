@@ -1,4 +1,4 @@
-"""Data ranks that must have the same values draw random numbers of their own, begin alike and stay so."""
+"""Data ranks draw different random numbers, but start with equal values and keep them equal."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ MESHES = {
 
 
 class Run:
-    """Whatever a run has to continue with. All draw the numbers of the whole batch, and each data rank takes its part of it."""
+    """Everything that a run continues with. All data ranks draw the whole batch, and each takes its part."""
 
     def __init__(self, model: nn.Module | Pipeline, mesh: DeviceMesh | None = None) -> None:
         self.model, self.mesh = model, mesh
@@ -56,7 +56,7 @@ class Run:
         return float(loss.detach())
 
     def place(self) -> tuple[int, int]:
-        """Which part of how many this data rank has."""
+        """The index of this data rank's part, and the number of parts."""
         at, parts = 0, 1
         for name in [] if self.mesh is None else [each for each in self.mesh.mesh_dim_names or () if each.startswith("dp")]:
             at, parts = at * self.mesh[name].size() + self.mesh[name].get_local_rank(), parts * self.mesh[name].size()

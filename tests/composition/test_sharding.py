@@ -1,4 +1,4 @@
-"""Stages in shards: gathered and freed where the program says so and nowhere else, reduced once, and simulated as they run."""
+"""Sharded stages: gathered and freed exactly where the program says so, reduced once, and simulated as they run."""
 
 from __future__ import annotations
 

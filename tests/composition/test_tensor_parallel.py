@@ -1,4 +1,4 @@
-"""Stages whose tensors are split over processes: each sends its own part to its like in the next stage."""
+"""Tensor-parallel stages: each process sends its part to its counterpart in the next stage."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Perceptron(nn.Module):
 
 
 class Bare(Perceptron):
-    """Ends in a collective, whose result nobody has waited for."""
+    """Ends in an asynchronous collective without a wait."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Led(Perceptron):
-    """Begins with a map whose input gradient is a sum over processes that nobody has made yet, and ends in one that every process has."""
+    """Begins with a map whose input gradient is a pending sum over processes, and ends in one that every process has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def mean_loss(output: Any, target: Tensor) -> Tensor:
     ],
 )
 def test_numbers_and_waiting_weights(workers: Workers, name: str, plan: Any, kind: type[nn.Module]) -> None:
-    """The gradients of the model in one piece; with a split backward, those of the maps in parts really wait."""
+    """Gradients equal those of the whole model; with a split backward, those of the sharded maps are deferred."""
     made = schedule(name, 2)
     model, (x, y) = layers(made.stages, kind), batch(13)
 
@@ -151,7 +151,7 @@ def test_numbers_and_waiting_weights(workers: Workers, name: str, plan: Any, kin
 
 
 class Joined(Perceptron):
-    """Reads a stage farther off too."""
+    """Also reads a stage that is not a neighbour."""
 
     def forward(self, x: Tensor, farther: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x + farther)

@@ -2,6 +2,7 @@
 
 A block is run unless the line before it says `<!-- parsed: why -->`; then it is read and checked, not run. With `<!-- sample: why -->`
 it is run, and shows what it printed on one machine: elsewhere only the form has to be the same, see `docs.samples`.
+A line like `[50 lines left out]` in what a block prints stands for any lines. Readers are told that way, and never by an ellipsis.
 A comment that begins with `<!-- python` holds code that is run and not shown.
 """
 

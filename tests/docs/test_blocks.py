@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+
 import pytest
 
 from docs import commands
@@ -37,6 +39,19 @@ def test_examples_of_commands_use_existing_options() -> None:
     assert len(lines) > 20
     for words in commands.split("\n".join(lines)):
         commands.check(words)
+
+
+@pytest.mark.parametrize("page", written())
+def test_no_ellipsis_of_a_test_reaches_the_reader(page: str) -> None:
+    """Python's own form of a traceback has one, and timelines have dots for idle time."""
+    for block in blocks(text_of(page)):
+        if block.language == "console":
+            printed = [line for line in block.text.splitlines() if not line.startswith(("$", "rank "))]
+            assert not [line for line in printed if "..." in line], f"{page}:{block.line}"
+        elif block.language == "python" and ">>>" in block.text:
+            for example in doctest.DocTestParser().get_examples(block.text):
+                printed = example.want.removeprefix("Traceback (most recent call last):\n    ...\n")
+                assert "..." not in printed, f"{page}:{block.line + example.lineno}"
 
 
 # The reader of blocks itself ------------------------------------------------------------------------------------------

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,9 @@ import penstock as ps
 from docs.blocks import ROOT, written
 from maker.api_pages import GROUPS, api_pages
 from maker.command_pages import command_page
+from penstock.draw import palette
+from penstock.planner.named_schedules import is_training
+from penstock.schedules.registry import algorithms
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +79,7 @@ def test_pages_load_only_local_files(site: Path) -> None:
         found = _Loads()
         found.feed(page.read_text(encoding="utf-8"))
         for target in filter(None, found.found):
-            assert (page.parent / target.partition("?")[0]).is_file(), f"{page.name} loads {target}"
+            assert (page.parent / re.split(r"[?#]", target)[0]).is_file(), f"{page.name} loads {target}"
     for style in site.rglob("*.css"):
         assert not re.search(r"url\(\s*[\"']?https?:|@import", style.read_text(encoding="utf-8"))
 
@@ -109,3 +114,49 @@ def test_every_public_name_is_in_the_reference() -> None:
         for name in group.all_names:
             assert f"\n## {name}\n" in pages[group.path]
     assert sorted({*ps.__all__} - {"__version__"}) == sorted(GROUPS[0].all_names)
+
+
+def test_the_numbers_of_schedules_are_those_of_the_registry() -> None:
+    every = algorithms()
+    training = sum(is_training(entry) for entry in every.values())
+    sliced = sum(entry.is_sliced for entry in every.values())
+    readme, comparison = (path.read_text(encoding="utf-8") for path in (ROOT / "README.md", ROOT / "docs/comparison.md"))
+    assert f"\n{len(every)} schedules ship with Penstock" in readme
+    assert f" {training} of them train (the other one is for inference), and three of these also cut sequences" in readme
+    assert (len(every) - training, sliced) == (1, 3)
+    for page in (readme, comparison):
+        assert f"| {training} to train with, your own, and searched ones |" in page
+
+
+def test_the_screenshot_has_the_colours_of_the_page() -> None:
+    """`make pictures` takes it again."""
+    from PIL import Image
+
+    with Image.open(ROOT / "docs/studio.png") as picture:
+        counted = {colour: count for count, colour in picture.convert("RGB").getcolors(maxcolors=2**24)}
+    for tone in (palette.FORWARD, palette.BACKWARD, palette.INPUT, palette.WEIGHT):
+        assert counted.get(tuple(palette.rgb(tone.fill)), 0) > 1000, tone.means
+
+
+def test_extras_are_the_same_everywhere() -> None:
+    """Every extra for users is named in the README and explained on the first page; nothing says that the package is on PyPI."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    extras = set(project) - {"all", "dev", "release"}
+    readme, index = ((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/index.md"))
+    for extra in extras:
+        assert f"`{extra}`" in readme, extra
+        assert re.search(rf"^\| [^|]*`{extra}`[^|]* \|", index, flags=re.MULTILINE), extra
+    for page in written():
+        assert "pip install 'penstock" not in (ROOT / page).read_text(encoding="utf-8"), page
+
+
+def test_the_page_of_train_explains_every_option() -> None:
+    import typer
+
+    from penstock.cli.app import app
+
+    page = (ROOT / "docs/train.md").read_text(encoding="utf-8")
+    command: Any = typer.main.get_command(app)
+    options = {name for option in command.commands["train"].params for name in option.opts if name.startswith("--")} - {"--help"}
+    table = "\n".join(line for line in page.splitlines() if line.startswith("| `--"))
+    assert {name for name in options if f"`{name}" not in table and f"{name}`" not in table} == set()

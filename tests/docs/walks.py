@@ -19,6 +19,7 @@ from penstock.runtime import Pipeline
 SOURCE = Path(ps.__file__).parent
 PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 STEP = "The walk of a training step"
+DOOR = "runtime/pipeline.py"
 T = TypeVar("T")
 
 SPLIT_ONLY = {"runtime/split_backward/deferral.py", "runtime/split_backward/operators.py"}
@@ -39,25 +40,30 @@ def walk(heading: str) -> list[str]:
     return re.findall(r"^\d+\. `([\w./-]+)`", section(heading), flags=re.MULTILINE)
 
 
-def trace(call: Callable[[], T]) -> tuple[T, list[str]]:
-    """Run a function, and list the files of the package whose functions it calls on this thread, by their first call."""
-    visited: dict[str, None] = {}
+def trace(call: Callable[[], T]) -> tuple[T, list[tuple[str, str]]]:
+    """Run a function, and list its calls between files of the package on this thread: the file that is called, and the caller's."""
+    calls: list[tuple[str, str]] = []
     root = f"{SOURCE}/"
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(root):
-            visited[frame.f_code.co_filename.removeprefix(root)] = None
+            caller = frame.f_back
+            while caller is not None and not caller.f_code.co_filename.startswith(root):
+                caller = caller.f_back
+            calls.append(
+                (frame.f_code.co_filename.removeprefix(root), "" if caller is None else caller.f_code.co_filename.removeprefix(root))
+            )
 
     sys.setprofile(note)
     try:
         result = call()
     finally:
         sys.setprofile(None)
-    return result, list(visited)
+    return result, calls
 
 
 def trace_step(schedule: str) -> list[str]:
-    """The files that this rank visits in a steady step, by their first call."""
+    """The files that this rank visits in a steady step, by their first call; no file that the step enters calls back into the pipeline."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(8)))
     pipe = Pipeline(model, schedule=schedule, microbatches=4, loss_fn=functional.mse_loss)
@@ -67,8 +73,9 @@ def trace_step(schedule: str) -> list[str]:
         pipe.step(x, target=y)
         optimizer.step()
         optimizer.zero_grad()
-    _, visited = trace(lambda: pipe.step(x, target=y).loss)
-    return [path for path in visited if path.startswith("runtime/")]
+    _, calls = trace(lambda: pipe.step(x, target=y).loss)
+    assert [caller for called, caller in calls[1:] if called == DOOR != caller] == []
+    return list(dict.fromkeys(called for called, _ in calls if called.startswith("runtime/")))
 
 
 def check_step(visits: list[list[str]], backend: str, schedule: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 import penstock as ps
 from draw.samples import SAMPLES
-from penstock.draw.boxes import collective_boxes, compute_boxes, make_widest_label, optimizer_boxes
+from penstock.draw.boxes import compute_boxes, list_collective_boxes, list_optimizer_boxes, make_widest_label
 from penstock.ir.kind import Kind
 
 
@@ -31,22 +31,22 @@ def test_boxes_equal_the_parts_of_the_spans(name):
 
 def test_collectives_that_take_time():
     timeline = SAMPLES["fsdp"]
-    boxes = collective_boxes(timeline)
+    boxes = list_collective_boxes(timeline)
     actions = [action for row in timeline.table for action in row]
     for kind, takes in ((Kind.UNSHARD, 0.6), (Kind.REDUCE_GRAD, 0.8)):
         of = boxes.kind == kind
         assert of.sum() == sum(action.kind is kind for action in actions) > 0
         assert boxes.length[of] == pytest.approx(takes)
-    assert len(collective_boxes(SAMPLES["zb-h1"])) == 0  # its reductions take none
+    assert len(list_collective_boxes(SAMPLES["zb-h1"])) == 0  # its reductions take none
 
 
 def test_optimizer_ends_each_rank():
     timeline = SAMPLES["fsdp"]
-    rank, start, end = optimizer_boxes(timeline)
+    rank, start, end = list_optimizer_boxes(timeline)
     assert rank.tolist() == list(range(4))
     assert end.tolist() == timeline.finished.tolist()
     assert (end - start).tolist() == pytest.approx([2 * 1.3] * 4)  # two stages a rank
-    assert len(optimizer_boxes(SAMPLES["1f1b"])[0]) == 0
+    assert len(list_optimizer_boxes(SAMPLES["1f1b"])[0]) == 0
 
 
 @pytest.mark.parametrize(("microbatches", "slices"), [(2, 3), (12, 11), (11, 1)])

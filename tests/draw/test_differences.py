@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import penstock as ps
-from penstock.draw.summary import MOST_ROWS, describe_differences, section_lines
+from penstock.draw.summary import MOST_ROWS, describe_differences, write_sections
 from penstock.ir.costs import Costs
 from penstock.simulator.comparison.differences import Differences, differences
 
@@ -22,7 +22,7 @@ def said(found: Differences, **options: object) -> dict[str, list[str]]:
     """The lines under each title."""
     made: dict[str, list[str]] = {}
     title = ""
-    for line in section_lines(list(describe_differences(found, **options))):  # type: ignore[arg-type]
+    for line in write_sections(list(describe_differences(found, **options))):  # type: ignore[arg-type]
         if line.startswith("  "):
             made[title].append(line.strip())
         elif line:

@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from examples.network_namespaces import ADDRESSES, start_on, two_machines
+from examples.network_namespaces import ADDRESSES, Machine, two_machines
 from penstock.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +120,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def machines() -> Iterator[tuple[str, str]]:
+def machines() -> Iterator[tuple[Machine, Machine]]:
     with two_machines() as names:
         yield names
 
@@ -156,15 +157,39 @@ def wait_for_losses(processes: Sequence[subprocess.Popen[str]]) -> list[float]:
     return losses
 
 
+def test_machines_end_with_the_process_that_made_them() -> None:
+    """Also when it is killed, so that it cannot clean up."""
+    code = "from examples.network_namespaces import two_machines\nwith two_machines() as machines:\n"
+    code += "    print(*(machine.process for machine in machines), flush=True)\n    input()"
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    maker = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert maker.stdout is not None
+    keepers = [Path("/proc", number, "ns", "net") for number in maker.stdout.readline().split()]
+    maker.kill()
+    _, errors = maker.communicate(timeout=TIMEOUT)
+    if "Skipped" in errors:
+        pytest.skip(errors.splitlines()[-1])
+    assert len(keepers) == 2
+    until = time.monotonic() + TIMEOUT
+    while any(path.exists() for path in keepers):
+        assert time.monotonic() < until, "a network namespace is left"
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
-def test_torchrun_on_two_machines(machines: tuple[str, str], file: Path, environment: dict[str, str], expected: list[float]) -> None:
+def test_torchrun_on_two_machines(
+    machines: tuple[Machine, Machine], file: Path, environment: dict[str, str], expected: list[float]
+) -> None:
     environment |= {"FIRST": ADDRESSES[0]}
     command = ["bash", str(LAUNCHERS / "torchrun.sh"), str(file), *TRAIN]
-    assert wait_for_losses([start_on(machine, command, environment) for machine in machines]) == expected
+    assert wait_for_losses([machine.start(command, environment) for machine in machines]) == expected
 
 
 @pytest.mark.slow
-def test_skypilot_task_on_two_machines(machines: tuple[str, str], file: Path, environment: dict[str, str], expected: list[float]) -> None:
+def test_skypilot_task_on_two_machines(
+    machines: tuple[Machine, Machine], file: Path, environment: dict[str, str], expected: list[float]
+) -> None:
     """SkyPilot runs the same lines on every machine, and tells each about all."""
     environment |= {
         "SKYPILOT_NUM_NODES": "2",
@@ -174,19 +199,20 @@ def test_skypilot_task_on_two_machines(machines: tuple[str, str], file: Path, en
         "TRAIN": shlex.join([str(file), *TRAIN]),
     }
     command = ["bash", "-c", f"cd {ROOT}\n{read_task()['run']}"]
-    assert wait_for_losses([start_on(machine, command, environment) for machine in machines]) == expected
+    assert wait_for_losses([machine.start(command, environment) for machine in machines]) == expected
 
 
 @pytest.mark.slow
 def test_slurm_on_two_machines(
-    machines: tuple[str, str], file: Path, environment: dict[str, str], expected: list[float], tmp_path: Path
+    machines: tuple[Machine, Machine], file: Path, environment: dict[str, str], expected: list[float], tmp_path: Path
 ) -> None:
     """Stand-ins take the place of SLURM's two commands: one lists the machines, one runs a command on one of them or on all."""
-    on_all = "; ".join(f'ip netns exec {machine} "$@" & p{number}=$!' for number, machine in enumerate(machines)).replace("$!;", "$!\n")
+    enter = [" ".join(machine.enter) for machine in machines]
     stand_ins = {
-        "scontrol": f"printf '{machines[0]}\\n{machines[1]}\\n'",
-        "srun": f'case "$1" in\n--nodes=1) node=${{3#--nodelist=}}; shift 3; exec ip netns exec "$node" "$@";;\n'
-        f"--kill-on-bad-exit=1) shift;;\n*) exit 9;;\nesac\n{on_all}\nwait $p0 && wait $p1",
+        "scontrol": f"printf '{machines[0].name}\\n{machines[1].name}\\n'",
+        "srun": f'case "$1$3" in\n--nodes=1--nodelist={machines[0].name}) shift 3; exec {enter[0]} "$@";;\n'
+        f'--kill-on-bad-exit=1*) shift;;\n*) exit 9;;\nesac\n{enter[0]} "$@" & first=$!\n{enter[1]} "$@" & second=$!\n'
+        "wait $first && wait $second",
     }
     for name, body in stand_ins.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")

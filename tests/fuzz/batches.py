@@ -182,7 +182,7 @@ class Adaptive(MeanSquares):
 
 
 def make_loss(case: Case, last: torch.nn.Module) -> Any:
-    """The loss function of a case, None where the last stage gives the loss itself."""
+    """The loss function of a case, None if the last stage gives the loss itself."""
     if case.loss == "output":
         return None
     if case.loss == "alone":

@@ -181,7 +181,7 @@ def _compare_transports(case: Case, table: Table, runs: dict[str, Any], outcomes
 
 
 def find_tolerance(case: Case, table: Table) -> float:
-    """How much values may differ, relative to the largest: nothing where sums are made in the order of the plain loop."""
+    """How much values may differ, relative to the largest: nothing if sums are made in the order of the plain loop."""
     counts = {count_of(case, call) for call in case.script}
     if is_exact(case) and all(sums_in_order(replace_count(table, count)) for count in counts):
         return EXACT

@@ -45,7 +45,7 @@ def _describe_tensors(found: Tensor, wanted: Tensor, tolerance: float, scale: fl
     worst = float(apart.max())
     finite = other[other.isfinite()].abs()
     largest = scale if scale is not None else float(finite.max()) if finite.numel() else 0.0
-    return f"off by {worst:.3g}, where the largest value is {largest:.3g}" if worst > tolerance * largest else None
+    return f"off by {worst:.3g}; the largest value is {largest:.3g}" if worst > tolerance * largest else None
 
 
 def _dense(tensor: Tensor) -> Tensor:

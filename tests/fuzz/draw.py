@@ -228,7 +228,7 @@ def _make_odd(rng: random.Random, spec: StageSpec, odd: str, last: bool) -> Stag
 
 
 def _settle(rng: random.Random, case: Case, table: Table) -> Case:
-    """Options that fit each other: float64 where sums come in another order, and calls that the case has."""
+    """Options that fit each other: float64 if sums come in another order, and calls that the case has."""
     if case.loss in ("alone", "output"):
         case = replace(case, weight=False, target="tensor")
     if case.model == "sequential":

@@ -15,7 +15,7 @@ KNOWN: dict[str, str] = {
     "target in a list": '{"target": "list", "microbatches": 2}',
     "target in a tuple of a dict": '{"target": "tuple_of_dict", "microbatches": 2}',
     "keyword arguments and a list": '{"inputs": "list", "kwargs": [0], "microbatches": 2, "extra": 1}',
-    # Objects that are no pytrees.
+    # Objects that are not pytrees.
     "object between stages": '{"ranks": 2, "stages": [{"gives": "box"}]}',
     "object between stages of a split schedule": '{"schedule": "zb-h1", "ranks": 2, "stages": [{"gives": "box"}]}',
     "object between processes": '{"ranks": 2, "stages": [{"gives": "box"}], "transport": "both"}',
@@ -28,7 +28,7 @@ KNOWN: dict[str, str] = {
     "tensor and a view, view changed": '{"ranks": 2, "stages": [{"gives": "view"}, {"changes": "last"}], "transport": "both"}',
     "tensor and a view, tensor changed": '{"ranks": 2, "stages": [{"gives": "view_dict"}, {"changes": "first"}], "transport": "both"}',
     "tensor and its detached self": '{"ranks": 2, "stages": [{"gives": "same_detached"}, {"changes": "last"}], "transport": "both"}',
-    # Sums in higher precision where virtual ranks share a model.
+    # Sums in higher precision while virtual ranks share a model.
     "accumulate dtype under chimera": '{"schedule": "chimera", "ranks": 2, "microbatches": 4, "accumulate_dtype": "float64"}',
     "accumulate dtype under dualpipe": '{"schedule": "dualpipe", "ranks": 2, "microbatches": 4, "accumulate_dtype": "float64"}',
     "accumulate dtype under chimera, models apart": (

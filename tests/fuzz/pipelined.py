@@ -70,7 +70,7 @@ def train(case: Case, table: Table, model: Model | None) -> Record:
                 _zero(pipe)
             case "late":
                 model.add_late_parameter()
-    pipe.gather("end", None)  # nobody records a shared model that another is still using
+    pipe.gather("end", None)  # no rank records a shared model that another is still using
     record_state(record, model, stages)
     return record
 

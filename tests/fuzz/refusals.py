@@ -47,7 +47,7 @@ RULES = (
         lambda case, features: _changes(case) and (bool(case.skips) or _gives(features, *ALIASED)),
     ),
     Rule(
-        "an object that is no pytree",
+        "an object that is not a pytree",
         r"holds a tensor but is not a pytree",
         lambda case, features: _gives(features, "box", "box_in_tuple", "userdict") or _feeds(features, "box", "box_beside", "userdict"),
     ),

@@ -53,7 +53,7 @@ class Box:
 
 
 class Mode(enum.Enum):
-    """A plain value that is no number or text."""
+    """A plain value that is neither a number nor text."""
 
     SLOW = 2
 

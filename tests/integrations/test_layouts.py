@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from integrations.published_layouts import DEEPSEEK_LAYOUT, DEEPSEEK_V3, PUBLISHED, Published
+from integrations.published_layouts import DEEPSEEK_LAYOUT, DOCUMENTED, PUBLISHED, Published
 from penstock.errors import CostsError, FileFormatError, PlacementError, ScheduleError
 from penstock.integrations.layouts import (
     TORCH_SCHEDULES,
@@ -85,9 +85,9 @@ def test_repetitions_are_written_as_products(layout: list[str], text: str) -> No
     ("text", "character", "reason"),
     [
         ("", 1, "it is empty"),
-        ("Et|x|L", 4, "'x' is none of E"),
-        ("E t|L", 2, "' ' is none of E"),
-        ("Et|L ", 5, "' ' is none of E"),
+        ("Et|x|L", 4, "'x' is not one of E"),
+        ("E t|L", 2, "' ' is not one of E"),
+        ("Et|L ", 5, "' ' is not one of E"),
         ("Et*|L", 4, "needs a whole number"),
         ("Et*0|L", 4, "at least 1"),
         ("E,t*2*3|L", 6, "a second '*'"),
@@ -125,7 +125,7 @@ def test_layouts_that_megatron_refuses_are_refused(text: str, ranks: int, reason
         MegatronLayout.parse(text).check(ranks)
 
 
-@pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published.text)
+@pytest.mark.parametrize("published", PUBLISHED, ids=str)
 def test_published_layouts_are_read(published: Published) -> None:
     layout = MegatronLayout.parse(published.text)
     layout.check(published.ranks)
@@ -134,7 +134,7 @@ def test_published_layouts_are_read(published: Published) -> None:
 
 def test_the_table_of_megatron_s_docstring() -> None:
     """Ranks by virtual stages, as `pretty_repr` shows them."""
-    layout = MegatronLayout.parse(PUBLISHED[2].text)
+    layout = MegatronLayout.parse(DOCUMENTED[1].text)
     table = {rank: [layout.stages[rank], layout.stages[16 + rank]] for rank in range(16)}
     assert table == {0: ["Ett", "tt"], **{rank: ["tt", "tt"] for rank in range(1, 14)}, 14: ["tt", "m"], 15: ["tt", "L"]}
 
@@ -162,7 +162,7 @@ def test_kinds_come_from_the_names_of_layers(names: list[str], kinds: str) -> No
 
 
 def test_estimates_have_the_kinds_of_their_layers() -> None:
-    assert find_kinds(ps.Profile.transformer(**DEEPSEEK_V3)) == "E" + "t" * 62 + "L"
+    assert find_kinds(DEEPSEEK_LAYOUT.profile(None)) == "E" + "t" * 62 + "L"
 
 
 def test_measured_models_have_the_kinds_of_their_layers() -> None:

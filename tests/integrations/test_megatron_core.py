@@ -19,7 +19,7 @@ import pytest
 
 import penstock as ps
 from docs.blocks import text_of
-from integrations.published_layouts import PUBLISHED
+from integrations.published_layouts import MISCOUNTED, PUBLISHED
 from penstock.errors import PenstockError
 from penstock.integrations.layouts import MegatronLayout, read_megatron, write_megatron
 
@@ -115,6 +115,18 @@ def test_what_we_write_megatron_reads_and_both_refuse_the_same_layouts(ask: Ask)
 def test_published_layouts_are_megatron_s_own(ask: Ask) -> None:
     parsed = ask([["parse", published.text] for published in PUBLISHED])
     assert parsed == [list(MegatronLayout.parse(published.text).stages) for published in PUBLISHED]
+    questions = [["validate", published.text, published.ranks, published.blocks, published.predicting] for published in PUBLISHED]
+    assert ask(questions) == [None] * len(PUBLISHED)
+
+
+def test_published_layouts_that_megatron_refuses(ask: Ask) -> None:
+    """Recipes with more or fewer blocks than their model has: both refuse them for that."""
+    for published in MISCOUNTED:
+        (verdict,) = ask([["validate", published.text, published.ranks, published.blocks, published.predicting]])
+        assert verdict is not None
+        profile = ps.Profile([ps.Layer(f=1.0, i=1.0, w=1.0)] * (published.blocks + 2))
+        with pytest.raises(PenstockError, match=rf"the layout has \d+ blocks \(t\), and the profile {published.blocks}"):
+            read_megatron(published.text, profile, ranks=published.ranks, microbatches=64, kinds=published.kinds)
 
 
 def test_plans_put_the_blocks_where_megatron_does(ask: Ask) -> None:
@@ -170,7 +182,7 @@ def test_settings_on_the_page_exist(ask: Ask) -> None:
 
 
 def test_arguments_that_we_print_are_megatron_s(ask: Ask) -> None:
-    """All but the batch size, which is no setting of megatron-core, but of the training script."""
+    """All but the batch size, which is a setting of the training script, not of megatron-core."""
     (known,) = ask([["list_settings"]])
     flags = {f"--{name.replace('_', '-')}" for name in known} | {flag for names in known.values() for flag in names}
     profile = ps.Profile([ps.Layer(name=name, f=1.0, i=1.0, w=1.0) for name in ("embedding", *["block"] * 6, "mtp", "head")])

@@ -22,8 +22,17 @@ USED: dict[str, Any] = {
     "_layer_sync": ParallelStrategy,
     "_optimizer": LightningOptimizer,
 }
-OWN = {"_create_pipeline", "_prepare_data_loader", "_gather", "_count_microbatches"}
-"""Private methods of the mixin that override none of the trainer's."""
+OWN = {
+    "gather_model",
+    "_create_pipeline",
+    "_prepare_data_loader",
+    "_gather",
+    "_count_microbatches",
+    "_refuse_objects",
+    "_load_plain_optimizer",
+    "_list_groups",
+}
+"""Methods of the mixin that override none of the trainer's."""
 
 
 @pytest.mark.parametrize("name", USED)

@@ -253,7 +253,7 @@ class _Search:
 
 
 def naive_walk(lengths: Sequence[int], waits: Sequence[tuple[int, int, int]]) -> list[int]:
-    """The step of each group, -1 where it never runs; `waits` are (before, after, lag) between groups counted over all ranks.
+    """The step of each group, -1 if it never runs; `waits` are (before, after, lag) between groups counted over all ranks.
 
     Step by step: in each step every rank may run its next group once everything that group waits for is done.
     """

@@ -71,7 +71,7 @@ def grouped(draw: st.DrawFn, num_stages: int, num_microbatches: int) -> Action:
 
 
 def row_lists(num_ranks: int, num_stages: int = 3, num_microbatches: int = 3, longest: int = 8) -> st.SearchStrategy[list[list[Action]]]:
-    """Rows of whatever comes, one a rank."""
+    """Random rows, one per rank."""
     row = st.lists(grouped(num_stages, num_microbatches), max_size=longest)
     return st.lists(row, min_size=num_ranks, max_size=num_ranks)
 

@@ -18,7 +18,7 @@ from penstock.errors import CostsError, FileFormatError
 from penstock.ir.costs import CONTENTION, Costs, parse_size
 
 amounts = st.floats(0, 1e12)
-PER_ACTION = ("f", "i", "w", "b", "activation", "weight_stash", "output")
+PER_ACTION = ("f", "i", "w", "b", "activation", "weight_stash", "kept", "kept_gradients", "output")
 PER_STAGE = ("parameters", "shard", "unshard", "reduce", "optimizer")
 ONE_NUMBER = ("latency", "overlap", "bandwidth", "host_latency", "host_bandwidth")
 an_action = st.one_of(amounts, st.lists(st.one_of(amounts, st.lists(amounts, max_size=4)), max_size=4))
@@ -101,7 +101,7 @@ def test_a_link_that_carries_nothing_is_refused() -> None:
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 4))
 def test_the_table_of_a_field(data: st.DataObject, stages: int, microbatches: int) -> None:
-    """One row a stage and one column a microbatch, whatever the form."""
+    """One row per stage and one column per microbatch, in every form."""
     a_row = st.one_of(amounts, st.lists(amounts, min_size=microbatches, max_size=microbatches))
     rows = data.draw(st.lists(a_row, min_size=stages, max_size=stages))
     wanted = [row if isinstance(row, list) else [row] * microbatches for row in rows]

@@ -1,4 +1,4 @@
-"""The grid: a row a step, a column a rank."""
+"""The grid: one row per step, one column per rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_grid_of_gpipe_follows_its_formula(ranks: int, microbatches: int) ->
 
 @given(st.integers(2, 9))
 def test_fewer_steps_than_ranks_can_be_drawn(ranks: int) -> None:
-    """PyTorch's formatter raises IndexError where there are fewer steps than ranks."""
+    """PyTorch's formatter raises IndexError if there are fewer steps than ranks."""
     schedule = Schedule.from_actions([[f"{rank}F0"] for rank in range(ranks)], Placement.linear(ranks))
     assert Grid.dense(schedule).steps == 1
     assert read(Grid.dense(schedule).text()) == [[f"{rank}F0" for rank in range(ranks)]]
@@ -48,7 +48,7 @@ def test_fewer_steps_than_ranks_can_be_drawn(ranks: int) -> None:
 
 @given(st.data(), st.integers(1, 3))
 def test_every_action_is_in_the_grid_once_and_in_its_step(data: st.DataObject, ranks: int) -> None:
-    """Also where actions can never run: they follow at the end of their column."""
+    """Also if actions can never run: they follow at the end of their column."""
     placement = Placement.linear(ranks)
     rows = [[action for action in row if action.is_compute] for row in data.draw(row_lists(ranks, ranks - 1, 2))]
     schedule = Schedule.from_actions(rows, placement, microbatches=3)

@@ -14,6 +14,7 @@ from penstock.ir.memory_ledger import CATEGORIES, LIFETIMES, When, list_changes,
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
+from penstock.verifier.rules.offload import peak_host_memory
 
 COSTS = ps.Costs(activation=[5.0, 7.0, 11.0, 13.0], weight_stash=2.0, output=[3.0, 17.0, 19.0, 23.0], parameters=29.0, shard=31.0)
 SKIPS = Schedule.from_rows(
@@ -102,3 +103,51 @@ def test_net_changes_of_all_lifetimes_add_up_to_nothing() -> None:
     assert sum(changes.values()) == 0.0
     assert changes[Kind.F, When.START] == sizes["activation"] + sizes["received"]
     assert changes[Kind.I, When.END] == sizes["weight_stash"] - sizes["activation"] - sizes["returned"]
+
+
+# Slices ---------------------------------------------------------------------------------------------------------------
+
+
+def held_after_each(table: Table, costs: ps.Costs) -> list[float]:
+    """What rank 0 holds after each action, by going through the rules action by action; slices of a microbatch are units in a row."""
+    slices, held, total = table.slices, 0.0, []
+
+    def of(name: str, stage: int, unit: int) -> float:
+        return costs.table(name, table.stages, table.units)[stage, unit]
+
+    for action in table[0]:
+        stage, unit = action.stage, action.unit(slices)
+        first, last = unit - unit % slices, unit - unit % slices + slices - 1
+        if action.kind is Kind.F:
+            held += of("activation", stage, unit) + of("kept", stage, unit)
+        if action.kind in (Kind.B, Kind.I):
+            held -= of("activation", stage, unit)
+            held += sum(of("kept_gradients", stage, other) for other in range(first, last)) if unit == last else 0.0
+            held -= of("kept_gradients", stage, unit) if unit != last else 0.0
+            held -= sum(of("kept", stage, other) for other in range(first, last + 1)) if unit == first else 0.0
+        total.append(held)
+    return total
+
+
+@pytest.mark.parametrize("name", ["seq1f1b", "slimpipe", "zbv", "interleaved-1f1b"])
+def test_slices_keep_keys_until_the_first_and_sums_of_gradients_from_the_last(name: str) -> None:
+    schedule = ps.schedule(name, ranks=2, microbatches=2, slices=3)
+    size = np.arange(schedule.stages * 6, dtype=float).reshape(schedule.stages, 6)
+    costs = ps.Costs(activation=size + 100, kept=size + 7, kept_gradients=2 * size + 3)
+    changes = list_changes(schedule, costs)
+    own = (changes.category == CATEGORIES.index("activations")) & (schedule.rows.rank[changes.entry] == 0)
+    change = np.bincount(schedule.rows.group[changes.entry[own]], weights=changes.size[own], minlength=len(schedule[0]))
+    assert np.cumsum(change[: len(schedule[0])]).tolist() == pytest.approx(held_after_each(schedule, costs))
+    assert held_after_each(schedule, costs)[-1] == 0.0
+
+
+def test_the_last_backward_slice_holds_the_sums_of_all_others_while_it_runs() -> None:
+    row = [f"0F0.{part}" for part in range(4)] + [f"0B0.{part}" for part in (3, 2, 1, 0)]
+    schedule = Schedule.from_actions([row], slices=4)
+    costs = ps.Costs(activation=10.0, kept=1.0, kept_gradients=2.0)
+    assert ps.verify(schedule, costs=costs).peak_memory == (4 * 11 + 3 * 2,)
+    moved = ps.lower(schedule, offload=100)
+    assert moved.rows.is_kind(Kind.OFFLOAD).any()
+    kept_alone = ps.verify(moved, costs=ps.Costs(activation=0.0, kept=1.0, kept_gradients=2.0)).peak_memory
+    assert kept_alone == (4 + 3 * 2,)  # nothing of what is kept leaves the device, nor goes to the host
+    assert peak_host_memory(moved, costs) == peak_host_memory(moved, ps.Costs(activation=10.0))

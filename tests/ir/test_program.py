@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import penstock as ps
+from penstock.errors import CostsError
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.program import BufferCounts, Program
@@ -60,3 +63,25 @@ def test_lowering_starts_from_a_schedule_without_messages() -> None:
 @given(buffers)
 def test_buffers_survive_plain_data(held: BufferCounts) -> None:
     assert BufferCounts.from_json(json.loads(json.dumps(held.to_json()))) == held
+
+
+@pytest.mark.parametrize("function", [ps.lower, ps.verify, ps.simulate, ps.simulate_many])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("zbv", r"takes a Schedule or a Program, got str: build it, penstock\.schedule\('zbv', ranks, microbatches\)"),
+        ("a/zbv.csv", r"got str: load the file, penstock\.load\('a/zbv\.csv'\)"),
+        (None, "takes a Schedule or a Program, got NoneType"),
+        ([["0F0"]], "takes a Schedule or a Program, got list"),
+    ],
+)
+def test_only_schedules_and_programs_are_taken(function, value, said):
+    with pytest.raises(ps.PenstockError, match=f"{function.__name__} {said}" if said.startswith("takes") else said) as refused:
+        function(value)
+    assert isinstance(refused.value, TypeError)
+
+
+@pytest.mark.parametrize("costs", [{"f": 1}, "f=1", 3])
+def test_costs_are_costs(costs):
+    with pytest.raises(CostsError, match=r"costs must be a penstock\.Costs, got "):
+        ps.simulate(ps.schedule("1f1b", 2, 2), costs)

@@ -26,7 +26,7 @@ def adapted(model: Any, **given: Any) -> Any:
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "zb-h1"])
 @pytest.mark.parametrize("layers", [list(range(DEPTH)), [0], [DEPTH - 1]], ids=["all", "first", "last"])
 def test_only_adapters_have_gradients(schedule, layers):
-    """Those of the whole model, also where stages in front of them, or behind, have nothing to train."""
+    """The gradients of the whole model, also if stages in front of them, or behind, have nothing to train."""
     model = adapted(llama(), target_modules=["q_proj", "v_proj", "up_proj"], layers_to_transform=layers)
     inputs = batch()
     found, wanted = by_stages(model, inputs, schedule, 3), by_whole(model, inputs, 3)

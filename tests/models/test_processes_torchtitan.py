@@ -66,8 +66,8 @@ def test_plans_have_the_losses_of_torch_s_own_schedules(tmp_path):
     """Torch's classes on the plan's cut: the same orders, hence the same bits."""
     cases: dict[str, Any] = {}
     for name, torch_name in (("1f1b", "1F1B"), ("interleaved-1f1b", "Interleaved1F1B")):
-        cases[name] = {"steps": 3, "plan": {"schedules": [name]}}
-        cases[torch_name] = {"steps": 3, "cut": name, "settings": {"pipeline_parallel_schedule": torch_name}}
+        cases[name] = {"steps": 20, "plan": {"schedules": [name]}}
+        cases[torch_name] = {"steps": 20, "cut": name, "settings": {"pipeline_parallel_schedule": torch_name}}
     results = run_cases(tmp_path, cases)
     assert results["1f1b"]["losses"] == results["1F1B"]["losses"]
     assert results["1f1b"]["norms"] == results["1F1B"]["norms"]

@@ -98,7 +98,7 @@ MODELS: dict[str, Callable[..., Any]] = {"llama": llama, "qwen": qwen, "gpt2": g
 
 
 def batch(rows: int = 6, length: int = 7, seed: int = 1) -> dict[str, Tensor]:
-    """Sequences of different lengths, padded, with labels that are ignored where there is padding."""
+    """Sequences of different lengths, padded, with labels that are ignored in the padding."""
     draws = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, VOCABULARY, (rows, length), generator=draws)
     lengths = torch.randint(2, length + 1, (rows, 1), generator=draws)

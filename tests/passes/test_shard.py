@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import _Action, _add_unshard_reshard
 import penstock as ps
 from penstock.errors import PassError
 from penstock.ir.program import Program
-from penstock.passes.shard import Shard, residencies
+from penstock.passes.shard import Shard, list_stays
 
 SHARDING = (ps.Kind.UNSHARD, ps.Kind.RESHARD)
 
@@ -26,7 +26,7 @@ def _start(name: str, ranks: int, microbatches: int, **options: Any) -> Program:
 
 
 def _play(row: tuple[ps.Action, ...]) -> tuple[int, int]:
-    """How many unshards a row has and how many stages it holds in full at most; fails where the state is wrong."""
+    """How many unshards a row has and how many stages it holds in full at most; fails if the state is wrong."""
     whole: set[int] = set()
     unshards = most = 0
     for action in row:
@@ -61,7 +61,7 @@ def _fewest(uses: list[tuple[int, ...]], residency: int) -> int:
 @settings(max_examples=150)
 @given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=2, unique=True).map(tuple), min_size=1, max_size=14), st.integers(2, 4))
 def test_residencies_are_as_few_as_can_be(uses: list[tuple[int, ...]], residency: int) -> None:
-    stays = list(residencies(uses, residency))
+    stays = list(list_stays(uses, residency))
     assert len(stays) == _fewest(uses, residency)
     for group, stages in enumerate(uses):
         held = [stage for stage, _, first, last in stays if first <= group <= last]
@@ -105,7 +105,7 @@ def test_lookahead_is_counted_in_compute_actions() -> None:
 
 
 def test_unshards_against_the_peer() -> None:
-    """With 4 and 8 stages on a rank the peer gathers 23 and 87 times a step; one gather a stage is enough where memory allows."""
+    """With 4 and 8 stages on a rank the peer gathers 23 and 87 times per step; one gather per stage is enough if memory allows."""
     for chunks in (4, 8):
         program = _start("interleaved-1f1b", 2, 8, chunks=chunks)
         peer = [str(a) for a in _add_unshard_reshard([_Action.from_str(str(a)) for a in program[0]], max_active_stages=3)]

@@ -65,18 +65,18 @@ class EveryOrder:
 
     def __post_init__(self) -> None:
         problem = self.problem
-        shape = problem.stages, problem.microbatches
-        names = ("f", "i", "w", "b", "activation", "weight_stash", "output")
+        shape = problem.stages, problem.units
+        names = ("f", "i", "w", "b", "activation", "weight_stash", "output", "kept", "kept_gradients")
         self.costs = {name: problem.costs.table(name, *shape).tolist() for name in names}
         self.ranks = problem.placement.copies[0]
         self.back = "I" if problem.split else "B"
         kinds = ("F", "I", "W") if problem.split else ("F", "B")
-        self.jobs = [Job(kind, stage, m) for m in range(problem.microbatches) for stage in range(problem.stages) for kind in kinds]
-        self.alike = all(len(set(row)) == 1 for table in self.costs.values() for row in table)
+        self.jobs = [Job(kind, stage, m) for m in range(problem.units) for stage in range(problem.stages) for kind in kinds]
+        self.alike = problem.slices == 1 and all(len(set(row)) == 1 for table in self.costs.values() for row in table)
         """Whether all microbatches are the same, so that they may as well start in their order."""
 
     def beat(self, cutoff: float = math.inf) -> tuple[float, tuple[Job, ...]]:
-        """The least objective below the cutoff and its actions by start; infinity and nothing where there is none."""
+        """The least objective below the cutoff and its actions by start; infinity and nothing if there is none."""
         self.cutoff, self.best = cutoff, ()
         left = [sum(self.takes(job) for job in self.jobs if self.ranks[job.stage] == rank) for rank in range(self.problem.ranks)]
         lanes = tuple(Lane(0.0, held, work) for held, work in zip(self.problem.static_memory, left, strict=True))
@@ -106,10 +106,13 @@ class EveryOrder:
     def needs(self, job: Job) -> list[Job]:
         if job.kind == "W":
             return [job._replace(kind="I")]
+        slices, number = self.problem.slices, job.microbatch % self.problem.slices
         if job.kind == "F":
-            return [job._replace(stage=job.stage - 1)] if job.stage else []
+            earlier = [job._replace(microbatch=job.microbatch - 1)] if number else []
+            return [*([job._replace(stage=job.stage - 1)] if job.stage else []), *earlier]
         above = [job._replace(stage=job.stage + 1)] if job.stage + 1 < self.problem.stages else []
-        return [job._replace(kind="F"), *above]
+        later = [job._replace(microbatch=job.microbatch + 1)] if number + 1 < slices else []
+        return [job._replace(kind="F"), *above, *later]
 
     def user(self, job: Job) -> Job | None:
         """The action on another rank that waits for what this one sends."""
@@ -124,7 +127,13 @@ class EveryOrder:
         """The least time from the start of each action to the end of everything that needs it."""
         tails: dict[Job, float] = {}
         for job in sorted(
-            self.jobs, key=lambda job: {"W": (0, job.stage), "I": (1, job.stage), "B": (1, job.stage), "F": (2, -job.stage)}[job.kind]
+            self.jobs,
+            key=lambda job: {
+                "W": (0, job.stage, 0),
+                "I": (1, job.stage, job.microbatch),
+                "B": (1, job.stage, job.microbatch),
+                "F": (2, -job.stage, -job.microbatch),
+            }[job.kind],
         ):
             followers = [other for other in tails if job in self.needs(other)]
             hops = [self.travel(other) if other == self.user(job) else 0.0 for other in followers]
@@ -133,9 +142,15 @@ class EveryOrder:
 
     def held(self, job: Job) -> tuple[float, float]:
         """How much more the rank holds while the action runs, and after it."""
-        activation, stash = (self.costs[name][job.stage][job.microbatch] for name in ("activation", "weight_stash"))
-        after = {"F": activation, "I": stash - activation, "W": -stash, "B": -activation}[job.kind]
-        return (activation if job.kind == "F" else 0.0) + self.received(job), after
+        stage, unit, slices = job.stage, job.microbatch, self.problem.slices
+        activation, stash = (self.costs[name][stage][unit] for name in ("activation", "weight_stash"))
+        first, last = unit - unit % slices, unit - unit % slices + slices - 1
+        kept, sums = self.costs["kept"][stage], self.costs["kept_gradients"][stage]
+        opened = sum(sums[first:last]) if unit == last else 0.0
+        freed = activation + (sums[unit] if unit != last else 0.0) + (sum(kept[first : last + 1]) if unit == first else 0.0)
+        taken = activation + kept[unit]
+        after = {"F": taken, "I": opened + stash - freed, "W": -stash, "B": opened - freed}[job.kind]
+        return {"F": taken, "W": 0.0}.get(job.kind, opened) + self.received(job), after
 
     # The search -------------------------------------------------------------------------------------------------------
 

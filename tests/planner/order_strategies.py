@@ -24,9 +24,13 @@ def placements(draw: st.DrawFn) -> Placement:
 
 
 @st.composite
-def order_problems(draw: st.DrawFn, *, split: bool | None = None) -> Problem:
-    """Uneven times and sizes, slow links, reductions and an optimizer; memory for one microbatch at least."""
-    placement, microbatches = draw(placements()), draw(st.integers(1, 6))
+def order_problems(draw: st.DrawFn, *, split: bool | None = None, sliced: bool = False) -> Problem:
+    """Uneven times and sizes, slow links, reductions and an optimizer; memory for one microbatch at least.
+
+    With `sliced`, microbatches may be cut into slices, each with times and sizes of its own, which keep something for the next.
+    """
+    placement, slices = draw(placements()), draw(st.sampled_from((1, 2, 3) if sliced else (1,)))
+    microbatches = draw(st.integers(1, 6 if slices == 1 else 3))
     stages = placement.stages
 
     def row(values: st.SearchStrategy[float]) -> list[float]:
@@ -41,10 +45,19 @@ def order_problems(draw: st.DrawFn, *, split: bool | None = None) -> Problem:
         fields["b"] = [(i + w) * draw(st.sampled_from((0.7, 1.0))) for i, w in zip(fields["i"], fields["w"], strict=True)]
     if draw(st.booleans()):
         fields["contention"] = draw(st.sampled_from(("independent", "pair")))
+    alone = list(fields["activation"])
+    if slices > 1:
+        fields |= {name: row(amounts) for name in ("kept", "kept_gradients")}
+        shares = draw(st.lists(st.sampled_from((0.5, 1.0, 2.0)), min_size=slices, max_size=slices))
+        held = zip(fields["activation"], fields["kept"], fields["kept_gradients"], strict=True)
+        alone = [sum(shares) * (own + kept) + sum(shares[:-1]) * sums for own, kept, sums in held]
+        for name in ("f", "i", "w", "b", "activation", "weight_stash", "kept", "kept_gradients"):
+            if name in fields:
+                fields[name] = [[value * share for share in shares] * microbatches for value in fields[name]]
     costs = ps.Costs(**fields)
     static = [sum(fields["parameters"][s] for s in placement.stages_of(rank)) for rank in range(placement.ranks)]
-    alone = [sum(fields["activation"][s] for s in placement.stages_of(rank)) for rank in range(placement.ranks)]
+    least = [sum(alone[s] for s in placement.stages_of(rank)) for rank in range(placement.ranks)]
     more = draw(st.sampled_from((1.0, 1.5, 3.0, None)))
-    limit = None if more is None else tuple(kept + more * least for kept, least in zip(static, alone, strict=True))
+    limit = None if more is None else tuple(kept + more * own for kept, own in zip(static, least, strict=True))
     wanted = draw(st.booleans()) if split is None else split
-    return Problem(placement, microbatches, costs, limit, barrier=draw(st.booleans()), split=wanted)
+    return Problem(placement, microbatches, costs, limit, barrier=draw(st.booleans()), split=wanted, slices=slices)

@@ -25,9 +25,10 @@ def random_model(chance: np.random.Generator, layers: int, tokens: int = 96) -> 
     def draw_layer() -> ps.Layer:
         activation = SliceCost(token=float(chance.uniform(0, 0.2)), prefix=float(chance.uniform(0, 0.02)))
         sizes: dict[str, Any] = {"activation": activation, "weight_stash": SliceCost(token=activation.token / 2)}
-        sizes |= {"workspace": SliceCost(token=0.01), "keys": activation.token / 4}
+        sizes |= {"workspace": SliceCost(token=0.01), "keys": activation.token / 4, "key_gradients": activation.token / 3}
         slices = SliceCosts(f=draw(), i=draw(), w=draw(pair=False), **sizes)
         whole = {name: getattr(slices, name).at(tokens, 0) for name in ("f", "i", "w", "activation", "weight_stash")}
+        whole["activation"] += slices.keys * tokens
         return ps.Layer(**whole, output=float(chance.uniform(0, 2)), parameters=1.0, slices=slices)
 
     links = {

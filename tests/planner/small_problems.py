@@ -92,7 +92,7 @@ def problems(draw: st.DrawFn, shapes: tuple[Shape, ...] = TINY, *, output: bool 
 
 
 def best_of_all(problem: Problem) -> float:
-    """The least objective of any order that fits, infinite where none does: every order is lowered and simulated."""
+    """The least objective of any order that fits, infinite if none does: every order is lowered and simulated."""
     best = math.inf
     for rows in product(*(list(_rows(problem, rank)) for rank in range(problem.ranks))):
         schedule = Schedule.from_actions(rows, problem.placement, microbatches=problem.microbatches)

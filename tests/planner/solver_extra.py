@@ -6,4 +6,4 @@ import importlib.util
 
 import pytest
 
-needs_solver = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="needs OR-tools: pip install 'penstock[solve]'")
+needs_solver = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="needs OR-tools: install the extra 'solve'")

@@ -48,6 +48,21 @@ def test_each_remedy_fits_when_it_is_taken():
         ps.plan(MODEL, ranks=4, microbatches=8, memory_limit=18.5, seconds=0)
 
 
+def test_what_would_fit_is_tried_also_if_the_parameters_alone_do_not():
+    said = refused(memory_limit=3.0)  # 4 ranks with 3 each, for parameters of 16
+    assert "keep 16 for parameters, gradients and optimizer, but 4 ranks with a memory limit of 3 each have 12 in all" in said
+    [(what, _)] = remedies(said).items()  # on 8 ranks there is room for the parameters, and none for an activation of 8
+    limit = float(what.removeprefix("a memory limit of "))
+    assert ps.plan(MODEL, ranks=4, microbatches=8, memory_limit=limit, seconds=0)
+    with pytest.raises(PlanError):
+        ps.plan(MODEL, ranks=4, microbatches=8, memory_limit=0.98 * limit, seconds=0)
+    light = ps.Profile([ps.Layer(f=1, i=1, w=1, activation=0.1, output=0.01, parameters=2)] * 8)
+    with pytest.raises(PlanError) as error:
+        ps.plan(light, ranks=4, microbatches=8, memory_limit=3.0, seconds=0)
+    ranks = next(int(name.split()[0]) for name in remedies(str(error.value)) if name.endswith("ranks"))
+    assert ps.plan(light, ranks=ranks, microbatches=8, memory_limit=3.0, seconds=0)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zbv"])
 def test_the_limit_that_is_advised_is_the_least(schedule):
     """The cut for a limit holds less than the most even one."""
@@ -84,7 +99,7 @@ def test_candidates_too_large_for_one_microbatch_are_named():
 def test_limits_that_differ_are_listed():
     said = refused(memory_limit=[1.0, 2.0, 3.0, 4.0])
     assert "4 ranks with limits of 1, 2, 3, 4" in said.splitlines()[0]
-    assert not any(name.endswith("ranks") for name in remedies(said))  # nobody knows what further ranks would have
+    assert not any(name.endswith("ranks") for name in remedies(said))  # the memory of further ranks is not known
 
 
 def test_sizes_in_bytes_have_their_unit():

@@ -43,8 +43,9 @@ def test_one_microbatch_at_a_time_holds_what_the_partition_says(data: st.DataObj
         assert peak <= least + 2 * buffers + 1e-9  # messages that have come in count for the simulator too
 
 
+@pytest.mark.parametrize("moved", [0, 60])
 @pytest.mark.parametrize("name", [name for name in algorithms() if name not in ("inference", "data-parallel")])
-def test_the_fullest_moment_adds_up_to_the_peak(name):
+def test_the_fullest_moment_adds_up_to_the_peak(name, moved):
     schedule = ps.schedule(name, ranks=4, microbatches=9)
     stages = schedule.stages
     costs = ps.Costs(
@@ -52,14 +53,19 @@ def test_the_fullest_moment_adds_up_to_the_peak(name):
         weight_stash=[2] * stages,
         parameters=[100.0] * stages,
         output=[0.5] * stages,
+        kept=[1 + stage for stage in range(stages)],
+        kept_gradients=6.0,
     )
-    program = ps.lower(schedule)
+    program = ps.lower(schedule, offload=moved or None)
     peaks = ps.simulate(program, costs).peak_memory
     for rank in range(4):
         moment = find_moment(program, costs, rank, sum_held(program, costs))
         held = moment.other
-        for stage, activations, stashes in zip(schedule.placement.stages_of(rank), moment.activations, moment.stashes, strict=True):
-            held += 100 + (activations * (3 + stage) + stashes * 2) * schedule.slices  # of a microbatch, which the slices share
+        for stage, counts in zip(schedule.placement.stages_of(rank), moment.by_stage, strict=True):
+            activations, stashes, kept, gradients = counts
+            # Of a microbatch, which the slices share; the last one has no sum of gradients.
+            held += 100 + (activations * (3 + stage) + stashes * 2 + kept * (1 + stage)) * schedule.slices
+            held += gradients * 6 * (schedule.slices - 1)
         assert held == pytest.approx(peaks[rank])
         assert moment.other * 2 == pytest.approx(round(moment.other * 2))  # nothing but messages
 

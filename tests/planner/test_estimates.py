@@ -29,7 +29,7 @@ def test_an_estimate_leaves_five_percent_free() -> None:
     plan = plan_of(profile, memory_limit=full / 0.94)
     assert max(plan.predicted.peak_memory) <= 0.95 * full / 0.94
     assert plan.memory_limit == pytest.approx((0.95 * full / 0.94,) * 2)
-    assert any("0.05 of each memory limit is kept free" in note for note in plan.notes)
+    assert any("5% of each memory limit is kept free" in note for note in plan.notes)
     with pytest.raises(ps.PlanError):
         plan_of(profile, memory_limit=full, schedules="1f1b", microbatches=4)
     assert plan_of(profile, memory_limit=full, schedules="1f1b", headroom=0).predicted.peak_memory

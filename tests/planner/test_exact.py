@@ -178,7 +178,7 @@ def test_memory_below_one_microbatch_is_infeasible(barrier: bool) -> None:
 
 @needs_solver
 def test_a_full_backward_is_chosen_if_it_is_better() -> None:
-    """A stash larger than the activation: I and W do not fit, B does; where B takes less time it is taken anyway."""
+    """A stash larger than the activation: I and W do not fit, B does; if B takes less time, it is taken anyway."""
     tight = Problem(Placement.linear(2), 2, Costs(weight_stash=3.0), (2.0, 2.0))
     solved = solve(tight, seconds=10, workers=1)
     assert solved.proven

@@ -145,7 +145,9 @@ def test_without_the_solver_a_note_says_what_to_install(monkeypatch):
     monkeypatch.setattr(exact, "solve", missing)
     monkeypatch.setattr(search, "search", Searching())
     plan = ps.plan(ps.Profile(LAYERS[:2], latency=0.5), ranks=2, microbatches=7, schedules=["1f1b"], seconds=1.0)
-    assert plan.notes == ("the exact solver needs OR-tools, which is not installed: pip install 'penstock[solve]'",)
+    assert plan.notes == (
+        "the exact solver needs OR-tools, which is not installed: install the extra 'solve', pip install '.[solve]' in a clone of Penstock",
+    )
     assert plan.notes[0] in str(plan)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import penstock as ps
+from penstock.errors import ScheduleError
 
 BIG = ps.Profile.transformer(layers=32, hidden=4096, heads=32, sequence=4096, vocabulary=32000, flops=400e12, microbatch=4)
 UNEVEN = ps.Profile([ps.Layer(f=f, i=4 - f, w=1, activation=f, output=0.2, parameters=2) for f in (1, 3, 2, 2, 3, 1) * 2], latency=0.1)
@@ -54,3 +55,33 @@ def test_a_higher_limit_is_never_slower_when_stages_may_be_recomputed(seed):
     assert reached[0] > reached[-1]
     for tighter, looser in pairwise(reached):
         assert looser <= tighter * 1.01
+
+
+def test_options_in_a_name_limit_what_is_tried():
+    def names(*schedules: str) -> list[str]:
+        plan = ps.plan(UNEVEN, ranks=2, microbatches=8, schedules=schedules, seconds=0)
+        return sorted(candidate.name for candidate in plan.candidates)
+
+    assert names("Interleaved1F1B{chunks=3}", "1f1b") == ["1f1b", "interleaved-1f1b{chunks=3}"]
+    assert names("interleaved-1f1b{group_size=4,chunks=2}") == ["interleaved-1f1b{chunks=2,group_size=4}"]
+    assert names("hanayo{waves=2}", "hanayo{chunks=4}") == ["hanayo{chunks=4}"]
+    every = names("interleaved-1f1b")
+    assert len(every) > 1
+    assert names("interleaved-1f1b", "interleaved-1f1b{chunks=2}") == every
+    grouped = ps.plan(UNEVEN, ranks=2, microbatches=8, schedules="interleaved-1f1b{chunks=2,group_size=4}", seconds=0)
+    built = ps.schedule(grouped.name, 2, 8)
+    assert [grouped.schedule[rank] for rank in range(2)] == [built[rank] for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("zb-auto{memory_limit=3}", "leave out memory_limit, which the planner chooses"),
+        ("interleaved-1f1b{slices=2}", "leave out slices, which the planner chooses"),
+        ("interleaved-1f1b{waves=2}", "interleaved-1f1b has no option 'waves'; its options: chunks, group_size"),
+        ("zvb{chunks=2}", "there is no schedule 'zvb': did you mean 'zbv'"),
+    ],
+)
+def test_wrong_options_in_a_name_are_refused(name, said):
+    with pytest.raises(ScheduleError, match=said):
+        ps.plan(UNEVEN, ranks=2, microbatches=8, schedules=[name], seconds=0)

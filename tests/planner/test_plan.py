@@ -150,7 +150,7 @@ def test_recompute_is_not_used_if_it_is_not_needed():
 
 
 def test_only_some_ranks_recompute_if_that_is_enough():
-    """The first rank of 1f1b holds most: where its room alone is short, the others need not compute anything again."""
+    """The first rank of 1f1b holds most: if its room alone is short, the others need not compute anything again."""
     layer = ps.Layer(f=1, i=1, w=1, activation=8, output=1)
     profile = ps.Profile([layer] * 4, input=1)
     plan = ps.plan(profile, ranks=4, microbatches=8, memory_limit=[20, 40, 40, 40], schedules="1f1b", recompute=True, seconds=0)

@@ -151,7 +151,7 @@ def test_the_trade_off_in_words(plan, changes, words):
 
 
 def test_the_tally_counts_each_candidate_once(plan):
-    tried = [candidate for candidate in plan.alternatives if candidate.placement]
+    tried = plan.candidates
     total, *parts = map(int, re.findall(r"\d+", plan.tally))
     assert total == sum(parts) == len(tried)
     assert f"{sum(candidate.fits for candidate in tried)} fit;" in plan.tally
@@ -162,3 +162,17 @@ def test_the_tally_counts_each_candidate_once(plan):
 def test_the_repr_has_units(plan):
     assert plan.units.time(plan.objective) in repr(plan)
     assert plan.units.size(max(plan.predicted.peak_memory)) in repr(plan)
+
+
+def test_a_searched_order_that_is_a_named_schedule_is_listed_once():
+    layers = [ps.Layer(f=1.0, i=1.4, w=0.6, activation=1.0, weight_stash=0.5, parameters=0.25)] * 8
+    plan = ps.plan(ps.Profile(layers=layers, latency=0.05), ranks=2, microbatches=4, memory_limit=9.0, rounds=30)
+    copies = [other for other in plan.alternatives if other.placement and other not in plan.candidates]
+    assert copies
+    assert all(copy.name == "searched" for copy in copies)
+    for copy in copies:
+        assert any((copy.placement, copy.chunks) == (other.placement, other.chunks) for other in plan.candidates)
+    rows = re.findall(r"^  (?:->|  )  (\S+) +(?:linear|looped|v|wave)[ ,].*$", str(plan).partition("that fit\n")[2], re.MULTILINE)
+    assert len(rows) == min(12, sum(other.fits for other in plan.candidates))
+    figures = [line.split() for line in str(plan).splitlines() if line.lstrip("-> ").startswith("searched ")]
+    assert len(figures) == len({tuple(cells) for cells in figures})

@@ -15,7 +15,7 @@ RANKS = 3
 
 
 def layers() -> list[nn.Linear]:
-    """The same everywhere, also where threads draw random numbers at the same time."""
+    """The same everywhere, also when threads draw random numbers at the same time."""
     found, source = [nn.Linear(6, 6) for _ in range(RANKS)], torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in nn.ModuleList(found).parameters():
@@ -72,11 +72,11 @@ def other_sizes() -> list[Any]:
 
 
 def left_out() -> list[Any]:
-    """A rank that leaves out a call is never taken for one that is where the others are."""
+    """A rank that leaves out a call is never mistaken for one that is at the same call."""
     pipe = made()
     x = number(1)
     pipe.step(x, target=x)
-    if rank() == 0:  # as if the call had failed where nobody could tell of it
+    if rank() == 0:  # as if the call had failed without a report
         pipe._calls += 1
     return [tried(pipe, x, target=x) for _ in range(2)]
 

@@ -38,7 +38,7 @@ def branch(value: Any, table: Table, stage: int, microbatch: int) -> dict[int, A
     """For each reader the stage's output; readers whose gradients are one sum have one branch of it.
 
     Autograd runs what was made last first, so branches are made from the nearest group to the farthest: all of them run when
-    every reader has, the farthest first. Where that changes nothing, readers have the output itself.
+    every reader has, the farthest first. If that changes nothing, readers have the output itself.
     """
     if is_autograd_order(table):
         return {reader: value for group in groups(table, stage, microbatch) for reader in group}

@@ -33,7 +33,7 @@ def local_grads(pipe: Pipeline) -> Grads:
 
 
 def together(found: Sequence[Grads], names: Sequence[str]) -> Grads:
-    """Every parameter's gradient (or any other tensor) over all ranks, which hold them all, and the same where several do."""
+    """Every parameter's gradient (or any other tensor) over all ranks, which hold them all, and the same on several of them."""
     whole: Grads = {}
     for theirs in found:
         for name, value in theirs.items():

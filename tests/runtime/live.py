@@ -1,4 +1,4 @@
-"""Which tensors are alive: their memory, whoever holds it."""
+"""The tensors that are alive, by their memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.runtime.execution.executor import Executor
 from penstock.runtime.transport.group import EMPTY, Operation
 
+SAMPLED = 1.002
+"""A higher peak than the last by less than this factor is not looked for."""
+
 
 class Live(TorchDispatchMode):
     """Sees every tensor that operators make on this thread, and tells which of them are alive."""
@@ -21,18 +24,30 @@ class Live(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._kept: set[int] = set()
+        self._most = 0
+        """No less than what is alive: memory that was freed since the last count still counts."""
+        self.peak = 0
+        """The most bytes that were alive after an operator, up to `SAMPLED`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(made):
             if isinstance(leaf, Tensor):
-                watched = watch(leaf)
-                self._seen.setdefault(watched.cdata, (watched, leaf.untyped_storage().nbytes()))
+                watched, size = watch(leaf), leaf.untyped_storage().nbytes()
+                if watched.cdata not in self._kept:
+                    self._most += size - self._seen.get(watched.cdata, (None, 0))[1]
+                    self._seen[watched.cdata] = watched, size
+        if self._most > self.peak * SAMPLED:
+            self._most = self.bytes
+            self.peak = max(self.peak, self._most)
         return made
 
     def forget(self, *kept: Tensor) -> None:
         """Start anew: what is alive now counts no more, nor do these."""
-        self._seen = {watch(tensor).cdata: (watch(tensor), 0) for tensor in kept}
+        self._held = [watch(tensor) for tensor in kept]  # so that no other memory takes over their numbers
+        self._seen, self._kept = {}, {watched.cdata for watched in self._held}
+        self._most = self.peak = 0
 
     @property
     def sizes(self) -> list[int]:

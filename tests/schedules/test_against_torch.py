@@ -37,7 +37,7 @@ def without_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def torch_order(class_name: str, ranks: int, chunks: int, microbatches: int) -> dict[int, list[Any]] | None:
-    """Torch's own order, or None where it refuses the count."""
+    """Torch's own order, or None if it refuses the count."""
     stage = SimpleNamespace(group_rank=0, group_size=ranks, num_stages=ranks * chunks, submod=None)
     made = getattr(torch_schedules, class_name)
     try:

@@ -109,3 +109,18 @@ def test_a_placement_that_is_no_layout() -> None:
 def test_the_order_of_forwards_in_groups() -> None:
     assert ps.Shape(2, 2, 4).forwards(2) == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
     assert ps.Shape(2, 2, 2).forwards() == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("interleaved-1f1b{chunks=4}", {"chunks": 2}, "chunks is given twice: in 'interleaved-1f1b{chunks=4}' and as an argument"),
+        ("interleaved-1f1b{group_size=4}", {"group_size": 4}, "group_size is given twice"),
+        ("interleaved-1f1b{ranks=4}", {}, "ranks is not an option of a schedule"),
+        ("interleaved-1f1b{chunks}", {}, r"'chunks' is not NAME=VALUE: write interleaved-1f1b\{OPTION=VALUE,...\}"),
+        ("zbv{chunk=2}", {}, "zbv has no option 'chunk'"),
+    ],
+)
+def test_options_in_a_name(name: str, options: dict[str, int], said: str) -> None:
+    with pytest.raises(ScheduleError, match=said):
+        ps.schedule(name, 2, 8, **options)

@@ -175,6 +175,42 @@ def test_all_forwards_first_holds_everything(name: str, chunks: int, p: int) -> 
         check(schedule, lambda f, i, w: (p - 1) * (f + i + w), [chunks * m * group * q] * p, TIMES[:2])
 
 
+# The whole grid, by the simulator alone -----------------------------------------------------------------------------------
+
+
+def measure_idle_and_held(schedule: ps.Schedule) -> tuple[float, list[float]]:
+    """Idle time of a rank, and what each holds in slices of a stage, if F, I and W take 1 each."""
+    timeline = ps.simulate(schedule, ps.Costs(activation=1.0, weight_stash=1.0))
+    return timeline.makespan - 3 * schedule.chunks * schedule.microbatches * schedule.slices, timeline.peak_memory
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_interleaved_schedules_and_zbv_on_the_whole_grid(p: int) -> None:
+    """The formulas above, for every number of slices up to 16."""
+    for q in SLICES:
+        group, v = -(-p // q), 2
+        schedule = ps.schedule("interleaved-1f1b", ranks=p, microbatches=2 * group, chunks=v, slices=q)
+        most = [min(2 * (p - r - 1) + (v - 1) * group * q + q, 2 * group * q * v) for r in range(p)]
+        assert measure_idle_and_held(schedule) == ((p - 1) * 3, most)
+        schedule = ps.schedule("interleaved-zb", ranks=p, microbatches=2 * group, chunks=v, slices=q)
+        assert measure_idle_and_held(schedule) == (p - 1, [(v - 1) * group * q + p - 1 + q] * p)
+        schedule = ps.schedule("zbv", ranks=p, microbatches=-(-(2 * p + q - 2) // q), slices=q)
+        assert measure_idle_and_held(schedule) == (p - 1, [2 * (p + q - 1)] * p)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v-half", "v-min", "1f1b-v"])
+def test_schedules_on_a_v_on_the_whole_grid(name: str) -> None:
+    """Of each stage q-1 slices more than the unsliced order holds microbatches, and one more idle slot at most (v-half, 12 or 16 ranks)."""
+    for p in RANKS:
+        plain_idle, plain_held = measure_idle_and_held(ps.schedule(name, ranks=p, microbatches=3 * p))
+        for q in SLICES:
+            schedule = ps.schedule(name, ranks=p, microbatches=max(-(-3 * p // q), 2), slices=q)
+            idle, held = measure_idle_and_held(schedule)
+            assert max(held) == max(plain_held) + 2 * (q - 1)
+            assert idle <= plain_idle + (name == "v-half")
+
+
 # Every schedule that takes slices -------------------------------------------------------------------------------------
 
 

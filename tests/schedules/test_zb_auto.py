@@ -1,4 +1,4 @@
-"""The searched schedule: the published rates, the memory limit, and the best there is where that can be tried out."""
+"""The searched schedule: the published rates, the memory limit, and the optimum in cases that can be enumerated."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def orders(microbatches: int, stash: float, limit: float) -> Iterator[Row]:
 
 
 def span(rows: tuple[Row, ...], times: dict[str, float], latency: float) -> float:
-    """The longest time from a rank's first action to its last, infinite where the ranks wait for each other."""
+    """The longest time from a rank's first action to its last, infinite if the ranks wait for each other."""
     ends: list[dict[str, float]] = [{} for _ in rows]
     firsts, clocks = [0.0] * len(rows), [0.0] * len(rows)
     moved = True

@@ -118,7 +118,7 @@ def programs(draw: st.DrawFn, schedules: st.SearchStrategy[Schedule] | None = No
 
 @st.composite
 def copied(draw: st.DrawFn) -> tuple[Table, Costs]:
-    """A table that moves activations to the host, and costs for it; the link is shared only where nothing takes no time."""
+    """A table that moves activations to the host, and costs for it; the link is shared only if everything takes time."""
     schedule = draw(schedules_of_any_kind)
     passes = [f"offload{{share={draw(st.sampled_from((30, 50, 100)))},ahead={draw(st.integers(0, 3))}}}"]
     if draw(st.booleans()):
@@ -195,7 +195,7 @@ contentions = st.sampled_from(CONTENTION)
 
 @st.composite
 def timed(draw: st.DrawFn, of: st.SearchStrategy[Table] = tables) -> tuple[Table, Costs]:
-    """A table and costs for it: zeros only where messages have a link each, since with shared links they leave the order open."""
+    """A table and costs for it: zeros only if each message has a link of its own, because on shared links they leave the order open."""
     table, contention = draw(of), draw(contentions)
     amounts = eighths if contention == "independent" else some_eighths
     return table, draw(costs(table.stages, table.units, amounts, contention))

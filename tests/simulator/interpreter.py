@@ -54,7 +54,7 @@ class Change(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What came of it: everything by rank, `start` and `end` one value an action."""
+    """The result: everything by rank; `start` and `end` have one value per action."""
 
     start: list[list[float]]
     end: list[list[float]]

@@ -60,7 +60,7 @@ def test_a_wait_for_a_slot_is_memory() -> None:
 
 
 def test_a_send_that_takes_long_is_no_wait_for_a_slot() -> None:
-    """Sends of two, behind actions of one: the rank itself is slowed by what they take, and nobody waits for room."""
+    """Sends of two, behind actions of one: the rank itself is slowed by what they take, and no rank waits for room."""
     program = ps.lower(ps.schedule("gpipe", ranks=2, microbatches=4))
     quick = ps.simulate(program, Costs())
     sends = np.array([action.kind in (Kind.SEND_F, Kind.SEND_B) for rank in range(2) for action in program[rank]])

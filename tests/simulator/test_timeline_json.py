@@ -18,8 +18,8 @@ from penstock.simulator.timeline import Timeline
 from penstock.simulator.timeline_json import decode
 from penstock.text.units import Units
 from simulator.draws import timed
+from simulator.event_loops.test_engines import same
 from simulator.runs import run
-from simulator.test_engines import same
 
 Data = dict[str, Any]
 

@@ -27,6 +27,10 @@ class Page:
         """What the page makes of a document after changes to its order."""
         return self._answer({"document": document, "costs": None, "edits": edits})
 
+    def lay(self, document: Any, files: list[tuple[str, str]]) -> dict[str, Any]:
+        """The times of a recorded run, from names and texts of files, for a document."""
+        return self._answer({"document": document, "costs": None, "recorded": [{"name": name, "text": text} for name, text in files]})
+
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None

@@ -205,6 +205,30 @@ def test_any_changed_order_can_be_repaired(page: Page, schedule: Schedule, seed:
         assert check(json_form.decode(said["repaired"])) == []
 
 
+@pytest.mark.slow
+@drawn
+@given(schedule=st.one_of(zoo(), orders()), seed=st.integers(0, 1 << 32), count=st.integers(1, 5))
+def test_moved_actions_can_always_be_repaired(page: Page, schedule: Schedule, seed: int, count: int) -> None:
+    """The dependencies stay those of an order that runs, so there is one, also of actions that run together."""
+    random, moves = Random(seed), []
+    for _ in range(count):
+        rank = random.choice([rank for rank, row in enumerate(schedule) if row])
+        moves.append(f"m{rank}.{random.randrange(len(schedule[rank]))}.{random.randrange(len(schedule[rank]))}")
+    said = page.edit(document(schedule, source=SOURCE), "_".join(moves))
+    repaired = json_form.decode(said["repaired"])
+    assert check(repaired) == []
+    assert [sorted(map(str, row)) for row in repaired] == [sorted(map(str, row)) for row in schedule]
+
+
+def test_a_hang_is_repaired_where_it_came_from(page: Page) -> None:
+    """One forward was moved too far back: it is moved forward again, and no other rank is touched."""
+    schedule = ps.schedule("1f1b", ranks=8, microbatches=16)
+    said = page.edit(document(schedule, source=SOURCE), f"m0.{[str(action) for action in schedule[0]].index('0F3')}.12")
+    assert [finding["severity"] for finding in said["findings"]] == ["hang"]
+    assert said["repairs"].split("_") == ["m0.12.7"]
+    assert check(json_form.decode(said["repaired"])) == []
+
+
 @pytest.mark.parametrize("text", ["x", "m0.1", "m0.1.2.3", "s1", "a0.0.0X0", "p0.x", "m0.-1.2", "i0.0_", "m0.99.0", "s0.0", "p0.9", "d7.0"])
 def test_changes_that_are_none_are_refused(page: Page, text: str) -> None:
     said = page.edit(document(ps.schedule("zbv", ranks=2, microbatches=2), source=SOURCE), text)

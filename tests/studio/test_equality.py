@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from random import Random
 from typing import Any
 
@@ -167,12 +167,8 @@ def test_copies_that_do_not_hide_are_named_as_causes(page: Page, name: str, shar
     """Slow copies: forwards wait until memory is free, backwards until their activation is back, and all of it is on the critical path."""
     slices = {"slices": 2} if name == "seq1f1b" else {}
     program = ps.lower(ps.schedule(name, ranks=4, microbatches=6, **slices), offload=100)
-    chosen = replace(
-        real_costs(program.stages, program.units, Random(1), "independent"),
-        host_bandwidth=0.3,
-        host_latency=0.2,
-        host_link_shared=shared,
-    )
+    chosen = keeping(program, real_costs(program.stages, program.units, Random(1), "independent"), Random(2))
+    chosen = replace(chosen, host_bandwidth=0.3, host_latency=0.2, host_link_shared=shared)
     timeline = simulate(program, chosen, engine="plain")
     said = asked(page, document(program, chosen, source=SOURCE), chosen)
     check(timeline, said)
@@ -219,12 +215,18 @@ def test_a_schedule_of_many_ranks_is_timed_the_same(page: Page, lowered: bool, c
     check(timeline, said)
 
 
+def keeping(table: Table, costs: Costs, random: Random) -> Costs:
+    """The same costs, and what slices keep for later ones with the sums of its gradients."""
+    kept, sums = ([[random.uniform(0, 1) for _ in range(table.units)] for _ in range(table.stages)] for _ in range(2))
+    return replace(costs, kept=kept, kept_gradients=sums)
+
+
 @pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize("name", ["seq1f1b", "seq-zb-h1", "slimpipe", "zbv"])
 def test_sliced_schedules_are_timed_and_named_the_same(page: Page, name: str, lowered: bool) -> None:
     schedule = ps.schedule(name, ranks=3, microbatches=2, slices=3)
     table = ps.lower(schedule) if lowered else schedule
-    timeline = simulate(table, real_costs(table.stages, table.units, Random(5), "independent"), engine="plain")
+    timeline = simulate(table, keeping(table, real_costs(table.stages, table.units, Random(5), "independent"), Random(6)), engine="plain")
     view = timeline_document(timeline, source=SOURCE)
     assert (view["slices"], view["microbatches"]) == (3, 2)
     said = asked(page, view, timeline.costs)
@@ -252,6 +254,16 @@ def test_collectives_that_wait_for_each_other_are_on_the_critical_path(page: Pag
 def test_a_document_without_its_costs_has_the_default_ones(page: Page) -> None:
     table = ps.schedule("zbv", 4, 8)
     check(simulate(table), asked(page, document(table, source=SOURCE), Costs()))
+
+
+def test_the_page_knows_every_cost(page: Page) -> None:
+    """A field that is added to `Costs` must be added to `web/src/core/costs.ts`, with what it changes."""
+    table = ps.lower(ps.schedule("seq1f1b", 2, 2, slices=2), fsdp=True, offload=100)
+    for field in fields(Costs):
+        value: Any = {"contention": "rank", "host_link_shared": 2}.get(field.name, 0.75)
+        chosen = Costs(**{field.name: value})
+        said = asked(page, document(table, chosen, source=SOURCE), chosen)
+        check(simulate(table, chosen, engine="plain"), said)
 
 
 def test_forwards_only_hold_no_activations(page: Page) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,8 +67,10 @@ def wanted() -> ps.Plan:
 def test_candidate_events_equal_the_plan_s_candidates(finished, wanted: ps.Plan):
     told = of("candidate", finished[1])
     assert [each["index"] for each in told] == list(range(len(told)))
+    latest = {each["place"]: each for each in told}
     tried = [each for each in wanted.alternatives if each.placement]
-    assert [(each["name"], each["makespan"], each["memory"], each["fits"]) for each in told] == [
+    assert sorted(latest) == list(range(len(tried)))
+    assert [(each["name"], each["makespan"], each["memory"], each["fits"]) for _, each in sorted(latest.items())] == [
         (each.name, each.objective, each.peak, each.fits) for each in tried
     ]
 
@@ -75,7 +78,8 @@ def test_candidate_events_equal_the_plan_s_candidates(finished, wanted: ps.Plan)
 def test_the_last_event_names_the_best_candidate(finished, wanted: ps.Plan):
     name, last = finished[1][-1]
     assert (name, last["name"], last["makespan"], last["report"]) == ("done", wanted.name, wanted.objective, wanted.report())
-    assert of("candidate", finished[1])[last["best"]]["makespan"] == wanted.objective
+    chosen = of("candidate", finished[1])[last["best"]]
+    assert (chosen["makespan"], chosen["place"]) == (wanted.objective, wanted.chosen)
 
 
 def test_the_last_event_has_both_gaps_and_the_memory(finished, wanted: ps.Plan):
@@ -94,11 +98,13 @@ class Wire:
         self.sent.append(event)
 
 
-def test_the_planner_s_choice_is_a_candidate_also_when_its_cuts_were_shifted_later(monkeypatch: pytest.MonkeyPatch, wanted: ps.Plan):
+def test_the_planner_s_choice_is_the_latest_version_in_its_place(monkeypatch: pytest.MonkeyPatch, wanted: ps.Plan):
+    """A version on shifted cuts takes over the place of the one before, also in a plan of the same name and time."""
     other = ps.plan(ps.Profile.from_json(BODY["profile"]), ranks=2, microbatches=4, memory_limit=40, seconds=0, schedules=["gpipe"])
 
     def plan(*args: Any, found: Any, **options: Any) -> ps.Plan:
-        found(Candidate.of_timeline("gpipe", other.problem, wanted.schedule, other.predicted))
+        found(replace(Candidate.of_timeline(wanted.name, other.problem, wanted.schedule, other.predicted), place=wanted.chosen))
+        found(replace(Candidate.of_timeline(wanted.name, wanted.problem, wanted.schedule, wanted.predicted), place=wanted.chosen))
         return wanted
 
     monkeypatch.setattr("penstock.planner.plan.plan", plan)
@@ -110,6 +116,23 @@ def test_the_planner_s_choice_is_a_candidate_also_when_its_cuts_were_shifted_lat
     last = wire.sent[-1][1]
     chosen = wire.sent[last["best"]][1]
     assert (last["best"], chosen["makespan"], chosen["fits"]) == (1, wanted.objective, True)
+
+
+def test_the_limit_that_is_used_is_the_one_that_is_told(client: TestClient):
+    """Without a headroom in the request, the planner keeps 5 % free of what it has estimated, and nothing of what was measured."""
+    shape = {"layers": 4, "hidden": 64, "heads": 2, "sequence": 32, "vocabulary": 100, "microbatch": 1, "flops": 1e12}
+    estimated = {"transformer": shape, "ranks": 2, "microbatches": 4, "memory_limit": "1GiB", "seconds": 0}
+    for body, share in ((BODY, 1.0), (estimated, 0.95), ({**estimated, "headroom": 0.25}, 0.75), ({**BODY, "headroom": 0.25}, 0.75)):
+        answer = client.post("/api/plan", json=body).json()
+        whole = 40.0 if body["memory_limit"] == 40 else float(1 << 30)
+        assert answer["limits"] == pytest.approx([share * whole] * 2)
+        told = of("candidate", events(client, answer["job"]))
+        document = client.get(f"/api/plan/{answer['job']}/candidates/{next(each['index'] for each in told if each['document'])}").json()
+        assert document["memory_limit"] == pytest.approx(share * whole)
+    unlimited = {name: value for name, value in BODY.items() if name != "memory_limit"}
+    answer = client.post("/api/plan", json=unlimited).json()
+    assert answer["limits"] is None
+    client.delete(f"/api/plan/{answer['job']}")
 
 
 def test_no_candidate_fits_that_was_tried_with_a_higher_limit(wanted: ps.Plan):

@@ -107,6 +107,9 @@ def test_options_reach_the_schedule(client):
     body = {"schedule": "interleaved-1f1b", "ranks": 4, "microbatches": 16, "chunks": 3, "options": {"group_size": 8}}
     wanted = document(ps.schedule("interleaved-1f1b", 4, 16, chunks=3, group_size=8), source={})
     assert client.post("/api/view", json=body).json()["entries"] == as_sent(wanted)["entries"]
+    named = {"schedule": "Interleaved1F1B{chunks=3,group_size=8}", "ranks": 4, "microbatches": 16}
+    assert client.post("/api/view", json=named).json()["entries"] == as_sent(wanted)["entries"]
+    assert "chunks is given twice" in refusal(client.post("/api/view", json={**named, "chunks": 2}))
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_an_abandoned_question_is_not_started(worker: Worker):
         with worker._turn_of(Question("other"), None):
             waiting = pool.submit(worker.answer, question)
             worker.leave(question)
-            with pytest.raises(BusyError, match="nobody waits"):
+            with pytest.raises(BusyError, match="the client of this question has gone"):
                 waiting.result(LONG)
         assert worker._process is None
 
@@ -85,7 +85,7 @@ def test_abandoned_work_is_ended_and_the_next_question_answered(worker: Worker):
         with worker._turn:
             assert worker._turn.wait_for(lambda: worker._current is question, LONG)
         worker.drop(question)
-        with pytest.raises(BusyError, match="nobody waits"):
+        with pytest.raises(BusyError, match="the client of this question has gone"):
             waiting.result(LONG)
     assert json.loads(worker.ask("view", VIEW))["ranks"] == 2
     assert worker._process.pid != first

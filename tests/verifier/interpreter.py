@@ -148,7 +148,7 @@ class Machine:
         return self.at[rank] == len(self.rows[rank])
 
     def step(self, rank: int) -> bool:
-        """Run the rank's next action; False where it has to wait."""
+        """Run the rank's next action; False if it has to wait."""
         action = self.rows[rank][self.at[rank]]
         if action.is_compute:
             ran = self._compute(rank, action)
@@ -356,7 +356,7 @@ class Machine:
 
 
 def interpret(program: Table, semantics: str = "channels", random: Random | None = None) -> str | None:
-    """None where the program is right, else the first thing that goes wrong; ranks take turns by chance if `random` is given."""
+    """None if the program is right, else the first thing that goes wrong; ranks take turns by chance if `random` is given."""
     machine = Machine(program, semantics)
     try:
         _run(machine, random)

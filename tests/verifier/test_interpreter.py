@@ -197,7 +197,7 @@ def test_receives_in_another_order_get_each_others_data() -> None:
 
 
 def test_crossing_sends_hang_only_in_a_rendezvous() -> None:
-    """Both ranks send before they receive: fine where a send returns, a hang where both heads are sends."""
+    """Both ranks send before they receive: fine if a send returns, a hang if both heads are sends."""
     program = made("0F0 0SEND_F0 1RECV_F1 1F1", "0F1 0SEND_F1 1RECV_F0 1F0", placement=TWO, microbatches=2)
     assert outcome(program, "channels") is None
     assert "hangs at 1F" in str(outcome(program, "rendezvous"))

@@ -1,4 +1,4 @@
-"""Broken programs: the verifier refuses a mutant exactly where the interpreter says that it goes wrong."""
+"""Broken programs: the verifier refuses a mutant exactly when the interpreter says that it goes wrong."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def refusal(program: Table, semantics: str) -> VerifyError | None:
 
 
 def is_right(program: Table, semantics: str, random: Random | None = None) -> bool:
-    """What both say; the test fails where they differ."""
+    """The verdict of both; the test fails if they differ."""
     wrong, refused = interpret(program, semantics, random), refusal(program, semantics)
     text = "\n".join(" ".join(map(str, row)) for row in program)
     assert (wrong is None) == (refused is None), f"{semantics}, {program}\n{text}\ninterpreter: {wrong}\nverifier: {refused}"

@@ -5,7 +5,7 @@ import { fileURLToPath } from "node:url";
 import type { Page } from "playwright-core";
 import { expect, inject, test } from "vitest";
 import type { Target } from "../src/draw/target.ts";
-import { addressed, click, drawn, read, settled, tile, until, where } from "./page.ts";
+import { addressed, click, cut, drawn, read, settled, texts, tile, until, where } from "./page.ts";
 import { python, run } from "./penstock.ts";
 import { Session } from "./session.ts";
 
@@ -97,7 +97,7 @@ test("a schedule is broken, its cycle shown, and the remedy applied and proved b
   await drag(page, 10, 4);
   const findings = page.getByTestId("findings");
   await findings.getByText("ranks wait for each other in a cycle").waitFor();
-  const waits = await findings.locator(".waits > span").allInnerTexts();
+  const waits = await texts(findings.locator(".waits > span"));
   expect(waits.length).toBeGreaterThanOrEqual(2);
   waits.forEach((text, k) => expect(text).toMatch(new RegExp(`^${k + 1}\\s+rank \\d+ waits in step \\d+`)));
   await page.getByTestId("verdict").getByText(/^Hangs/).waitFor();
@@ -225,11 +225,53 @@ test("when nothing fits, no candidate reads yes, and what would fit is a button 
   await page.getByRole("button", { name: "Plan", exact: true }).click();
   await page.getByRole("alert").getByText("no plan fits").waitFor();
   const rows = page.getByTestId("candidates").locator("tbody tr");
-  if (await rows.count()) expect(await rows.locator("td:nth-child(7)").allInnerTexts()).not.toContain("yes");
+  if (await rows.count()) expect(await texts(rows.locator("td:nth-child(7)"))).not.toContain("yes");
   expect(await page.getByTestId("best").count()).toBe(0);
-  await page.getByRole("group", { name: "What would fit" }).getByRole("button", { name: /a memory limit of|at least/ }).first().click();
-  await settled(page, 'document.querySelector("input[name=limit]").value !== "4.5"');
+  const limit = page.getByRole("list", { name: "What would fit" }).getByRole("button", { name: /^Plan with [\d.]+ per rank$/ });
+  const wanted = /[\d.]+/.exec(await limit.innerText())![0];
+  await limit.click();
+  await settled(page, `document.querySelector("input[name=limit]").value === "${wanted}"`);
   await page.getByTestId("best").getByText("The planner chose").waitFor();
+});
+
+test("when the parameters alone do not fit, there is no empty plot, and each button plans something that fits", async () => {
+  const profile = JSON.stringify({ layers: [{ f: 1, i: 1, w: 1, activation: 0.1, parameters: 2, count: 8 }], latency: 0.1 });
+  const refuse = async (): Promise<Page> => {
+    const page = await session.open(`${address}#tab=plan`);
+    await page.getByRole("radio", { name: "profile" }).click();
+    await page.getByLabel(/A profile as JSON/).fill(profile);
+    for (const [label, value] of [["Ranks", "4"], ["Microbatches", "8"], ["Memory per rank", "3"], ["Seconds to search", "1"]]) await page.getByLabel(label).fill(value);
+    await page.getByRole("button", { name: "Plan", exact: true }).click();
+    await page.getByRole("alert").getByText("no plan fits").waitFor();
+    return page;
+  };
+  const first = await refuse();
+  expect(await first.getByTestId("tradeoff").count()).toBe(0);
+  const buttons = first.getByRole("list", { name: "What would fit" }).getByRole("button");
+  const words = await texts(buttons);
+  expect(words).toEqual([expect.stringMatching(/^Plan with \d+ ranks$/), expect.stringMatching(/^Plan with [\d.]+ per rank$/)]);
+  for (const text of words) {
+    const page = await refuse();
+    await page.getByRole("button", { name: text }).click();
+    await page.getByTestId("best").getByText("The planner chose").waitFor();
+  }
+});
+
+test("the plan that was chosen is plotted and in the table, each candidate once, and the limit is the one that is used", async () => {
+  const page = await session.open(`${address}#tab=plan`);
+  for (const [label, value] of [["Ranks", "4"], ["Microbatches", "8"], ["Memory per rank", "36GiB"], ["Layers", "8"], ["Seconds to search", "1"]]) await page.getByLabel(label, { exact: true }).fill(value);
+  await page.getByRole("button", { name: "Plan", exact: true }).click();
+  await page.getByTestId("best").getByText("The planner chose").waitFor();
+  expect(await page.locator(".mark.best").count()).toBe(1);
+  expect(await page.locator("tr.chosen").count()).toBe(1);
+  expect(await page.getByTestId("tradeoff").locator(".limit-text").innerHTML()).toBe("limit 34.2 GiB, 5% kept free");
+  const names = await texts(page.getByTestId("candidates").locator("tbody th"));
+  const named = names.map((name) => name.replace(" ◆", "")).filter((name) => name !== "searched");
+  expect(new Set(named).size).toBe(named.length);
+  for (const row of await page.getByTestId("candidates").locator("tbody tr").all()) {
+    const [memory, fits] = [parseFloat(await row.locator("[data-name=memory]").innerText()), await row.locator("[data-name=fits]").innerText()];
+    expect(fits, await row.innerText()).toBe(memory <= 34.2 ? "yes" : "no");
+  }
 });
 
 test("a candidate opens beside the current schedule, the table is sorted, and what is seen is exported", async () => {
@@ -244,7 +286,7 @@ test("a candidate opens beside the current schedule, the table is sorted, and wh
   const memory = page.getByRole("columnheader", { name: "memory" });
   await memory.getByRole("button").click();
   expect(await memory.getAttribute("aria-sort")).toBe("ascending");
-  const held = (await page.getByTestId("candidates").locator("tbody tr td:nth-child(6)").allInnerTexts()).map(Number);
+  const held = (await texts(page.getByTestId("candidates").locator("tbody tr td:nth-child(6)"))).map(Number);
   expect(held).toEqual([...held].sort((one, other) => one - other));
   expect(await page.getByRole("columnheader", { name: "placement" }).count()).toBe(1);
   const csv = readFileSync(await saved(page, "CSV"), "utf8");
@@ -254,6 +296,46 @@ test("a candidate opens beside the current schedule, the table is sorted, and wh
   await page.getByTestId("timeline").waitFor();
   await drawn(page);
   expect(await page.locator(".numbers").innerText()).toMatch(/above: 1f1b, 2 ranks[\s\S]*below: \S+, candidate/);
+});
+
+test("an order hangs: the figures keep their places, and Repair all moves the action back and is proved", async () => {
+  const page = await show(`${address}#s=1f1b&p=8&m=16`, { viewport: { width: 1440, height: 900 } });
+  const top = async (): Promise<number> => (await page.locator(".frame").boundingBox())!.y;
+  const before = await top();
+  await edit(page);
+  await drag(page, 3, 12);
+  await page.getByTestId("verdict").getByText("Hangs: one finding").waitFor();
+  expect(await top()).toBe(before);
+  expect(await page.getByTestId("tile-Makespan").locator(".value").innerText()).toBe("–");
+  await page.getByRole("button", { name: "Repair all" }).click();
+  await page.getByTestId("verdict").getByText("Proved by the verifier").waitFor();
+  expect(await read(page, (handle) => handle.state.edits)).toBe("m0.3.12_m0.12.7");
+  expect(await tile(page, "Makespan")).toBeCloseTo(proved(await saved(page, "Schedule")).makespan, 3);
+  const proof = page.locator(".proof pre").first();
+  expect(await proof.evaluate((text) => text.scrollWidth <= text.clientWidth)).toBe(true);
+});
+
+test("a stage that cannot move stays where it is, and so does the choice of its rank", async () => {
+  const page = await show(`${address}#s=1f1b&p=4&m=8`);
+  await edit(page);
+  await click(page, action(0));
+  const ranks = page.getByTestId("details").getByLabel("Rank of stage 0");
+  await ranks.selectOption("3");
+  await page.getByTestId("notice").getByText("rank 0 would have nothing to do").waitFor();
+  expect(await ranks.inputValue()).toBe("0");
+  expect(await read(page, (handle) => handle.state.edits)).toBe("");
+});
+
+test("traces of a profiler, one per rank, are laid over a schedule without a server; one alone says what is missing", async () => {
+  const page = await show(ZBV);
+  const files = [2, 0, 3, 1].map((rank) => join(folder, `trace_${rank}.json`));
+  await page.getByTestId("file-recorded").setInputFiles(files.slice(0, 1));
+  await page.getByTestId("notice").getByText("lay the traces of all ranks over the schedule together").waitFor();
+  await page.getByTestId("file-recorded").setInputFiles(files);
+  const said = await texts(page.getByTestId("differences").getByRole("listitem"));
+  expect(said[0]).toMatch(/^2F3 on rank 2 \+2: takes 3, predicted 1$/);
+  await page.getByTestId("file").setInputFiles(files[0]);
+  await page.getByTestId("notice").getByText("drop the trace on its chart, or one trace per rank").waitFor();
 });
 
 test("a recorded run is dropped onto the chart and stands beside the prediction, also without a server", async () => {
@@ -267,11 +349,15 @@ test("a recorded run is dropped onto the chart and stands beside the prediction,
   await page.dispatchEvent("[data-testid=timeline]", "drop", { dataTransfer: data });
   const differences = page.getByTestId("differences");
   await differences.waitFor();
-  const said = await differences.getByRole("listitem").allInnerTexts();
+  const said = await texts(differences.getByRole("listitem"));
   expect(said[0]).toMatch(/^2F3 on rank 2 \+2: takes 3, predicted 1$/);
   await page.locator(".legend").getByText("longer").waitFor();
   await differences.getByRole("button").first().click();
   await page.getByTestId("details").getByText(/, measured$/).waitFor();
+  const cards = await texts(page.locator(".dock > .numbers h2"));
+  expect(cards).toEqual(["Predicted against measured", "Differences"]);
+  expect(await page.getByTestId("lateness").locator("h3").first().innerText()).toMatch(/largest differences$/);
+  expect(await cut(page)).toEqual([]);
   await page.getByRole("button", { name: "Play" }).click();
   await until(page, (handle) => handle.moment !== null && handle.moment > 0);
   await page.getByRole("button", { name: "Pause" }).click();

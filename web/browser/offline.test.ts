@@ -3,7 +3,7 @@ import { join } from "node:path";
 import type { Download, Page } from "playwright-core";
 import { expect, inject, test } from "vitest";
 import { chunkFill } from "../src/draw/colours.ts";
-import { addressed, click, colourful, cut, drawn, hover, read, settled, tile, until, untilTile, where } from "./page.ts";
+import { addressed, click, colourful, cut, drawn, hover, read, settled, texts, tile, until, untilTile, where } from "./page.ts";
 import { expected, run } from "./penstock.ts";
 import { Session } from "./session.ts";
 
@@ -220,8 +220,8 @@ test.each([1280, 1000, 390])("at %i pixels all that is compared is on screen", a
     expect(box.x).toBeGreaterThanOrEqual(0);
     expect(box.x + box.width).toBeLessThanOrEqual(width);
   }
-  expect((await heads.allInnerTexts()).slice(-1)).toEqual(["difference"]);
-  if (width === 390) expect(await heads.allInnerTexts()).toEqual(["figure", "above", "below", "difference"]);
+  expect((await texts(heads)).slice(-1)).toEqual(["difference"]);
+  if (width === 390) expect(await texts(heads)).toEqual(["figure", "above", "below", "difference"]);
 });
 
 test("the reader can choose the theme", async () => {

@@ -1,5 +1,5 @@
 import { existsSync } from "node:fs";
-import { chromium, type Browser, type BrowserContextOptions, type Page } from "playwright-core";
+import { chromium, type Browser, type BrowserContextOptions, type Locator, type Page } from "playwright-core";
 import type { Handle } from "../src/parts/handle.ts";
 import type { Target } from "../src/draw/target.ts";
 
@@ -59,6 +59,12 @@ export async function settled(page: Page, expression: string): Promise<void> {
     if (Date.now() > end) throw new Error(`never came true: ${expression}`);
     await page.waitForTimeout(40);
   }
+}
+
+/** The texts of every element found, once the first of them is on the page. */
+export async function texts(found: Locator): Promise<string[]> {
+  await found.first().waitFor();
+  return found.allInnerTexts();
 }
 
 /** Waits for words in the address. */

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ PAGES = {
     "zbv.html": ("zbv", "-p", "4", "-m", "8"),
     "three.html": ("zbv", "1f1b", "gpipe", "-p", "4", "-m", "8"),
     "large.html": ("zbv", "-p", "64", "-m", "280"),
+    "slices.html": ("seq1f1b{slices=4}", "-p", "2", "-m", "2"),
+    "offload.html": ("1f1b", "-p", "4", "-m", "8", "--offload", "100", "--costs", "host_bandwidth=0.6"),
 }
 BAD = "0F0,0F1,0B0,0B1\n,1F0,1B0,1B0\n"
 SKEWED = [1.0, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0]
@@ -41,6 +44,7 @@ def expected(bad: Path) -> dict[str, Any]:
         "chunked": ps.simulate(chunked),
         "sharded": ps.simulate(ps.lower(chunked, fsdp=True)),
         "auto": ps.simulate(auto, slow),
+        "offload": ps.simulate(ps.lower(ps.schedule("1f1b", ranks=4, microbatches=8), offload=100), ps.Costs(host_bandwidth=0.6)),
     }
     found = [
         {"rule": each.rule, "rank": each.rank, "step": each.step, "message": each.message} for each in check(read_csv(bad, strict=False))
@@ -63,6 +67,26 @@ def recorded() -> dict[str, Any]:
     return {**ps.simulate(schedule, ps.Costs(f=forwards)).to_json(), "source": "measured"}
 
 
+def profiled() -> dict[str, Any]:
+    """The same run as `torch.profiler` would trace it, one file per rank: ranges that cover waits, and operators inside them."""
+    forwards = [[3.0 if (stage, microbatch) == (2, 3) else 1.0 for microbatch in range(8)] for stage in range(8)]
+    run = ps.simulate(ps.schedule("zbv", ranks=4, microbatches=8), ps.Costs(f=forwards))
+    traces = {}
+    for rank in range(4):
+        events: list[dict[str, Any]] = []
+        for span in run.spans(rank):
+            entered, start, end = (1e6 * time for time in (span.start - span.wait, span.start, span.end))
+            events.append({"ph": "X", "cat": "user_annotation", "name": f"PP:{span.action}", "ts": entered, "dur": end - entered})
+            events.append({"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": start, "dur": 1.0})
+        traces[f"trace_{rank}.json"] = {"traceEvents": events}
+    return traces
+
+
+def waiting() -> dict[str, Any]:
+    """A program whose ranks wait for their sends."""
+    return ps.lower(ps.schedule("1f1b", ranks=4, microbatches=8), max_outstanding_sends=1).to_json()
+
+
 def prepare(folder: Path) -> None:
     for name, args in PAGES.items():
         if main(["export", *args, "-o", str(folder / name)]):
@@ -71,6 +95,10 @@ def prepare(folder: Path) -> None:
     (folder / "garbage.csv").write_text("hello,world\n")
     (folder / "measured.json").write_text(json.dumps(measured()))
     (folder / "recorded.json").write_text(json.dumps(recorded()))
+    (folder / "waits.json").write_text(json.dumps(waiting()))
+    for name, trace in profiled().items():
+        packed = json.dumps(trace).encode()
+        (folder / name).write_bytes(packed if name != "trace_3.json" else gzip.compress(packed))
     (folder / "expected.json").write_text(json.dumps(expected(folder / "bad.csv")))
 
 

@@ -12,5 +12,14 @@ proof = ps.verify(table)
 timeline = ps.simulate(table)
 ranks = [table.placement.rank_of(stage) for stage in range(table.stages)]
 sys.stdout.write(
-    json.dumps({"actions": proof.actions, "makespan": timeline.makespan, "ranks": ranks, "rows": [[str(a) for a in row] for row in table]})
+    json.dumps(
+        {
+            "actions": proof.actions,
+            "makespan": timeline.makespan,
+            "ranks": ranks,
+            "microbatches": table.microbatches,
+            "slices": table.slices,
+            "rows": [[str(action) for action in row] for row in table],
+        }
+    )
 )

@@ -2,7 +2,7 @@ import { readFileSync } from "node:fs";
 import { join } from "node:path";
 import type { Page } from "playwright-core";
 import { expect, inject, test } from "vitest";
-import { addressed, cut, drawn, read, settled, tile, untilTile } from "./page.ts";
+import { addressed, cut, drawn, read, settled, texts, tile, untilTile } from "./page.ts";
 import { expected } from "./penstock.ts";
 import { Session } from "./session.ts";
 
@@ -76,7 +76,7 @@ test("two schedules stand on one axis with a table of differences", async () => 
   const table = page.getByTestId("figures");
   await page.locator(".numbers").getByText("1f1b, 4 ranks").first().waitFor();
   const ratio = wanted["1f1b"].makespan / wanted.half.makespan; // of the same work
-  const cells = await table.getByRole("row", { name: /^makespan/ }).getByRole("cell").allInnerTexts();
+  const cells = await texts(table.getByRole("row", { name: /^makespan/ }).getByRole("cell"));
   expect(Number(cells[1]) / Number(cells[0])).toBeCloseTo(ratio, 3);
   expect(Number(cells[2].replace(/[+%]/g, ""))).toBeCloseTo(100 * (ratio - 1), 0);
   await addressed(page, "vs=1f1b");
@@ -113,14 +113,14 @@ test("a bad CSV shows the verifier's findings at their places", async () => {
   await page.getByTestId("file").setInputFiles(join(folder, "bad.csv"));
   const findings = page.getByTestId("findings");
   await findings.waitFor();
-  const said = await findings.getByRole("listitem").allInnerTexts();
+  const said = await texts(findings.getByRole("listitem"));
   expect(said.length).toBe(wanted.findings.length);
   wanted.findings.forEach(({ rule, rank, step, message }, k) => {
     for (const part of [rule, `rank ${rank}, step ${step}`, message]) expect(said[k]).toContain(part);
   });
   await findings.locator("button.finding").first().click();
   await page.getByTestId("details").getByText(wanted.findings[0].message).waitFor();
-  expect(await page.getByTestId("tile-Makespan").count()).toBe(0);
+  expect(await page.getByTestId("tile-Makespan").locator(".value").innerText()).toBe("–");
   await addressed(page, "file=bad.csv");
   await page.reload();
   await page.getByTestId("findings").waitFor();
@@ -149,7 +149,7 @@ test("a measured run stands beside its prediction", async () => {
   await page.getByTestId("file").setInputFiles(join(folder, "measured.json"));
   const table = page.getByTestId("figures");
   await table.locator("thead").getByText("predicted").waitFor();
-  const cells = await table.getByRole("row", { name: /^makespan/ }).getByRole("cell").allInnerTexts();
+  const cells = await texts(table.getByRole("row", { name: /^makespan/ }).getByRole("cell"));
   const number = (text: string): number => Number(text.replace(/[^0-9.]/g, ""));
   expect(number(cells[1]) / number(cells[0])).toBeCloseTo(1.25, 2);
   await page.getByTestId("lateness").getByText("They part at").waitFor();
@@ -222,6 +222,21 @@ test("mistakes in what is to be planned are named", async () => {
   await addressed(page, "plan.ranks=4000");
   await page.reload();
   await settled(page, 'document.querySelector("input[name=ranks]")?.value === "4000"');
+});
+
+test("at 390 pixels a candidate is a card, with all figures and what opens it in sight", async () => {
+  const page = await session.open(`${address}#tab=plan`, { viewport: { width: 390, height: 844 } });
+  await plan(page, SHORT);
+  await page.getByTestId("plan-status").getByText(/^done, /).waitFor();
+  const row = page.getByTestId("candidates").locator("tbody tr").first();
+  for (const cell of await row.locator("th, td").all()) {
+    const box = (await cell.boundingBox())!;
+    expect(box.x).toBeGreaterThanOrEqual(0);
+    expect(box.x + box.width).toBeLessThanOrEqual(390);
+  }
+  expect(await row.locator("td[data-name]").count()).toBe(6);
+  await page.getByRole("button", { name: "Keys" }).click();
+  await page.getByTestId("help").getByText("frame the selection").waitFor();
 });
 
 test.each([1280, 390])("at %i pixels the plan fits the page", async (width) => {

@@ -3,7 +3,7 @@ import { join } from "node:path";
 import type { Page } from "playwright-core";
 import { expect, inject, test } from "vitest";
 import type { Target } from "../src/draw/target.ts";
-import { click, drawn, hover, read, settled, until } from "./page.ts";
+import { click, cut, drawn, hover, read, settled, until } from "./page.ts";
 import { Session } from "./session.ts";
 
 const folder = inject("folder");
@@ -76,6 +76,89 @@ test("the plain wheel scrolls, W and S zoom, A and D move, f frames the selectio
   await page.getByTestId("help").getByText("frame the selection").waitFor();
   await page.keyboard.press("Escape");
   await settled(page, '!document.querySelector("[data-testid=help]").open');
+});
+
+test("W, A, S and D move the chart under the pointer wherever the focus is, but not where something is typed", async () => {
+  const page = await show(ZBV, LARGE);
+  const whole = await read(page, (handle) => handle.span);
+  await page.getByRole("button", { name: "Share" }).focus();
+  await page.keyboard.press("w");
+  expect(await read(page, (handle) => handle.span)).toEqual(whole);
+  await hover(page, { what: "action", panel: 0, index: 30 });
+  await page.keyboard.press("w");
+  const near = await read(page, (handle) => handle.span);
+  expect(near.to - near.from).toBeCloseTo((whole.to - whole.from) / 1.5, 6);
+  await page.keyboard.press("d");
+  expect((await read(page, (handle) => handle.span)).from).toBeGreaterThan(near.from);
+  await page.getByLabel("Latency, typed").focus();
+  await hover(page, { what: "action", panel: 0, index: 30 });
+  await page.keyboard.press("s");
+  expect((await read(page, (handle) => handle.span)).to - (await read(page, (handle) => handle.span)).from).toBeCloseTo(near.to - near.from, 6);
+  await page.getByTestId("timeline").focus();
+  await page.keyboard.press("w");
+  const once = await read(page, (handle) => handle.span);
+  expect(once.to - once.from).toBeCloseTo((near.to - near.from) / 1.5, 6);
+});
+
+/** Lists whose chosen text has no room. */
+function clipped(page: Page): Promise<string[]> {
+  return page.evaluate(() => {
+    const pen = document.createElement("canvas").getContext("2d")!;
+    return [...document.querySelectorAll("select")].flatMap((list) => {
+      const style = getComputedStyle(list);
+      pen.font = `${style.fontWeight} ${style.fontSize} ${style.fontFamily}`;
+      const text = list.selectedOptions[0]?.text ?? "";
+      const room = list.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight) - 16; // the arrow
+      return pen.measureText(text).width > room ? [`${text}: ${Math.round(pen.measureText(text).width)} pixels in ${Math.round(room)}`] : [];
+    });
+  });
+}
+
+test.each([1440, 1024, 390])("at %i pixels no list clips what is chosen", async (width) => {
+  const viewport = { width, height: 900 };
+  const served = await show(`${address}#s=grouped-interleaved&p=4&m=8&as=sharded&vs=interleaved-1f1b`, { viewport });
+  expect(await clipped(served)).toEqual([]);
+  const three = await show(`file://${join(folder, "three.html")}`, { viewport });
+  expect(await clipped(three)).toEqual([]);
+});
+
+test("no key touches what it means, at any width", async () => {
+  for (const width of [1440, 390]) {
+    const page = await show(ZBV, { viewport: { width, height: 900 } });
+    await page.getByRole("button", { name: "Keys" }).click();
+    await page.getByTestId("help").waitFor();
+    const apart = await page.evaluate(() =>
+      [...document.querySelectorAll(".help dl div")].map((row) => row.querySelector("dd")!.getBoundingClientRect().left - Math.max(...[...row.querySelectorAll("kbd")].map((key) => key.getBoundingClientRect().right))),
+    );
+    expect(Math.min(...apart)).toBeGreaterThan(6);
+  }
+});
+
+test("at 390 pixels actions have numbers, and figures do not wrap", async () => {
+  const viewport = { width: 390, height: 844 };
+  const page = await show(ZBV, { viewport });
+  expect(await read(page, (handle) => handle.labels)).toEqual(["microbatches"]);
+  const lines = await page.evaluate(() => [...document.querySelectorAll(".tile .value")].map((value) => Math.round(value.getBoundingClientRect().height / parseFloat(getComputedStyle(value).lineHeight))));
+  expect(new Set(lines)).toEqual(new Set([1]));
+  expect(await cut(page)).toEqual([]);
+});
+
+test("messages that would be dust have no lanes until they can be read", async () => {
+  const page = await show(`${ZBV}#latency=0.3`, LARGE);
+  expect(await read(page, (handle) => handle.lanes)).toEqual([false]);
+  await page.locator(".legend").getByText("messages are short: zoom in to see them").waitFor();
+  await hover(page, { what: "action", panel: 0, index: 30 });
+  await page.keyboard.press("w");
+  await page.keyboard.press("w");
+  await until(page, (handle) => handle.lanes[0]);
+  await page.locator(".legend").getByText("gradients").waitFor();
+});
+
+test("the legend has the shades that there are", async () => {
+  const page = await show(`${address}#s=zbv&p=4&m=8&vs=1f1b`, LARGE);
+  const shades = (text: string): Promise<number> => page.locator(".legend li", { hasText: text }).locator("i").count();
+  expect(await shades("F forward")).toBe(2);
+  expect(await shades("B full backward")).toBe(1);
 });
 
 test("an invalid number stays, is marked and says what it must be; sliders take typed values", async () => {

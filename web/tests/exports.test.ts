@@ -84,7 +84,7 @@ test("findings frame their place on a grid", () => {
   expect(count(svg, /stroke="#b3261e"[^>]*stroke-dasharray/)).toBe(1);
 });
 
-test("text forms: a row a rank, a slice an action, the times themselves", () => {
+test("text forms: one row per rank, one slice per action, the times themselves", () => {
   const rows = textOf(shown, "csv").trim().split("\n");
   expect(rows.length).toBe(3);
   for (const row of rows) expect(row.split(",").filter((cell) => cell.trim()).length).toBe(2 * 4);
@@ -103,6 +103,17 @@ test.each([
 ] as const)("%s as %s is named %s", (title, format, name) => expect(fileName(title, format)).toBe(name));
 
 test("text is escaped", () => expect(escaped(`<a href="x">'&`)).not.toMatch(/[<>"']/));
+
+test.each([60, 90, 130, 200, 330, 600, 1200, 2400])("at %i pixels all actions of a chart are named alike, or none", (width) => {
+  for (const microbatches of [4, 40]) {
+    const made = Shown.of("gpipe", gpipe({ ranks: 3, microbatches, costs: { f: 1, i: 1.5, w: 1.5 } }), core.fullCosts({ f: 1, i: 1.5, w: 1.5 }));
+    const labels = [...toSvg(sceneOf([made], 0, made.length, width + 80), NOTHING).matchAll(/fill="#(?:000000|ffffff)" font-size="\d+" text-anchor="middle">([^<]*)<\/text>/g)].map(([, text]) => text);
+    const names = labels.filter((text) => /^\d+[FB]\d+$/.test(text)).length;
+    const numbers = labels.filter((text) => /^\d+$/.test(text)).length;
+    expect([[0, 0], [made.view.nodes, 0], [0, made.view.nodes]]).toContainEqual([names, numbers]);
+    if (width > 1000 && microbatches === 4) expect(names).toBeGreaterThan(0);
+  }
+});
 
 test("pictures of a drag, of a cycle, of a recorded run and of a moment are well formed", () => {
   const order = core.orderOf(view);

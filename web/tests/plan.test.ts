@@ -2,14 +2,14 @@ import { afterEach, expect, test, vi } from "vitest";
 import { requestOf } from "../src/parts/PlanForm.tsx";
 import { plotted, sizeTicks } from "../src/parts/Tradeoff.tsx";
 import { sortCandidates } from "../src/parts/PlanPart.tsx";
-import { paretoFront, PlanState, remediesIn, SHAPE, transformerOf } from "../src/state/plan.ts";
+import { paretoFront, PlanState, reasonIn, remediesIn, SHAPE, transformerOf, withLatest } from "../src/state/plan.ts";
 import { candidatesCsv } from "../src/state/planExports.ts";
 import type { Candidate } from "../src/state/api.ts";
 
 const WANTED = { model: "transformer" as const, shape: SHAPE, profile: "", ranks: "8", microbatches: "32", limit: "80GiB", seconds: "10", recompute: false };
 
 function candidate(index: number, makespan: number | null, memory: number | null, fits: boolean): Candidate {
-  return { index, name: `c${index}`, makespan, memory, fits };
+  return { index, place: index, name: `c${index}`, makespan, memory, fits };
 }
 
 test("a shape is told in the units of the planner", () => {
@@ -41,7 +41,22 @@ test("the best fits and is the fastest of those", () => {
   expect(plan.best.value).toBeNull();
   plan.candidates.value = [candidate(0, 5, 1, true), candidate(1, 3, 9, false), candidate(2, 4, 2, true), candidate(3, null, null, false)];
   expect(plan.best.value?.index).toBe(2);
-  expect(plotted(plan.candidates.value).map((each) => each.index)).toEqual([0, 1, 2]);
+  expect(plotted(plan.candidates.value, plan.best.value).map((each) => each.index)).toEqual([0, 1, 2]);
+});
+
+test("what is far slower than the fastest that fits is not plotted, and the planner's choice always is", () => {
+  const tight = [candidate(0, 10, 90, false), candidate(1, 25, 18, true), candidate(2, 45, 10, true), candidate(3, 51, 9, true), candidate(4, 60, 5, true)];
+  expect(plotted(tight, tight[1]).map((each) => each.index)).toEqual([0, 1, 2]);
+  expect(plotted(tight, tight[4]).map((each) => each.index)).toEqual([0, 1, 2, 4]);
+  const none = tight.map((each) => ({ ...each, fits: false }));
+  expect(plotted(none, null).map((each) => each.index)).toEqual([0]);
+  expect(plotted([candidate(0, null, null, false)], null)).toEqual([]);
+});
+
+test("a better version takes the place of the one before", () => {
+  const first = [candidate(0, 5, 1, true), candidate(1, 6, 2, true)];
+  const later = [{ ...candidate(2, 4, 1, true), place: 0 }, candidate(3, 9, 9, false), { ...candidate(4, 3, 1, true), place: 0 }];
+  expect(withLatest(first, later).map((each) => each.index)).toEqual([4, 1, 3]);
 });
 
 test.each([
@@ -84,7 +99,7 @@ test("a plan is cancelled also before the server has named it", async () => {
   const started = plan.start({}, null, UNITS);
   const cancelled = plan.cancel();
   expect(plan.cancelling.value).toBe(true);
-  answer({ job: "seven" });
+  answer({ job: "seven", limits: null });
   await Promise.all([started, cancelled]);
   expect(asked).toEqual(["POST /api/plan", "DELETE /api/plan/seven"]);
 });
@@ -127,9 +142,22 @@ test("what would fit are changes to the form", () => {
   expect([made[1].microbatches, made[1].shape.microbatch]).toEqual(["16", "1"]);
   expect(made[2].ranks).toBe("6");
   expect(made[3].limit).toBe("18.46GiB");
-  const early = "no plan fits: the layers keep 90GiB for parameters, gradients and optimizer, but 4 ranks with a memory limit of 8GiB each have 32GiB in all. Take limits of at least 22.5GiB per rank, or at least 12 ranks, and more for activations";
-  expect(remediesIn(early).map(({ change }) => change(WANTED)).map(({ limit, ranks }) => [limit, ranks])).toEqual([["22.5GiB", "8"], ["80GiB", "12"]]);
-  expect(remediesIn("the plan took too long")).toEqual([]);
+  expect(remediesIn(REFUSED).map(({ text }) => text)).toEqual(["Plan with recompute", "Plan with 16 microbatches of 1", "Plan with 6 ranks", "Plan with 18.46GiB per rank"]);
+  expect(remediesIn(REFUSED)[3].why).toBe("gpipe (linear, 8 microbatches of 2)");
+  expect(reasonIn(REFUSED).split("\n").length).toBe(2);
+  const ended = "the plan took too long: what would fit is not known, a memory limit of 3 may";
+  expect(remediesIn(ended)).toEqual([]);
+  expect(reasonIn(ended)).toBe(ended);
+});
+
+test("the line of the limit is where candidates are judged, below what was asked for", async () => {
+  const { answer } = server();
+  const plan = new PlanState();
+  const started = plan.start({}, 80, UNITS);
+  expect(plan.limit.value).toBe(80);
+  answer({ job: "seven", limits: [76, 76] });
+  await started;
+  expect([plan.asked.value, plan.limit.value]).toEqual([80, 76]);
 });
 
 test("the front has what no other beats in both", () => {

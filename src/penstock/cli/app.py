@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from penstock.cli.commands.compare import compare
 from penstock.cli.commands.convert import convert
@@ -21,6 +22,37 @@ from penstock.cli.commands.studio import studio
 from penstock.cli.commands.train import train
 from penstock.cli.commands.verify import verify
 from penstock.cli.options import expand_groups
+
+
+def list_help_records(command: Any, context: Any, kind: str) -> list[tuple[str, str]]:
+    """The arguments or options of a command with their help: choices without brackets, and no Python types."""
+    records: list[tuple[str, str]] = []
+    for parameter in command.get_params(context):
+        record = parameter.get_help_record(context) if parameter.param_type_name == kind else None
+        if record is not None and kind == "argument":
+            records.append((re.sub(r" <.*>$", "", record[0]), record[1]))
+        elif record is not None:
+            records.append((re.sub(r"<(.*)>$", r"\1", record[0]), record[1]))
+    return records
+
+
+def write_usage_line(command: Any, context: Any) -> str:
+    """The arguments of a command as they are written: those that are required without braces."""
+    return " ".join(command.collect_usage_pieces(context)).replace("{", "").replace("}", "")
+
+
+class _Command(TyperCommand):
+    """Writes help without the names of Python types."""
+
+    def format_usage(self, ctx: Any, formatter: Any) -> None:
+        formatter.write_usage(ctx.command_path, write_usage_line(self, ctx))
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        for kind in ("argument", "option"):
+            records = list_help_records(self, ctx, kind)
+            if records:
+                with formatter.section(f"{kind.capitalize()}s"):
+                    formatter.write_dl(records)
 
 
 class _CommandList(TyperGroup):
@@ -57,7 +89,7 @@ def _penstock(
     """Plan, prove and run pipeline-parallel training.
 
     \b
-    Exit codes: 0 good, 1 a finding (a program refused, a bad file), 2 wrong usage.
+    Exit codes: 0 success, 1 a finding (a refused program, a bad file), 2 wrong usage.
 
     \b
     Examples:
@@ -74,4 +106,4 @@ def _penstock(
 
 
 for command in (list_, show, lower, verify, simulate, compare, plan, train, profile, read, convert, studio, export):
-    app.command(command.__name__.rstrip("_"))(expand_groups(command))
+    app.command(command.__name__.rstrip("_"), cls=_Command)(expand_groups(command))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from penstock.cli.options import count_option, read_assignments, read_counts, read_size, text_option
+from penstock.cli.options import count_option, read_counts, read_rate, read_time, text_option
 from penstock.errors import CostsError, UsageError
+from penstock.text.options import read_assignments
 
 if TYPE_CHECKING:
     from penstock.planner.job import Job, Machines
@@ -17,17 +18,24 @@ class JobOptions:
     """The options as they were given."""
 
     gpus: Annotated[
-        int | None, count_option("Plan a whole job on so many GPUs: all degrees, sharding and recompute; with --transformer.", "--gpus")
+        int | None, count_option("Plan a whole job on N GPUs: all degrees, sharding and recompute; with --transformer.", "--gpus")
     ] = None
     gpus_per_node: Annotated[int, count_option("GPUs per node, for --gpus.", "--gpus-per-node")] = 8
     global_batch: Annotated[int | None, count_option("Samples per step of the whole job, for --gpus.", "--global-batch")] = None
     gpu: Annotated[str | None, text_option("The kind of GPU, for its data sheet: a100, h100 or h200.", "KIND", "--gpu")] = None
     peak_flops: Annotated[float | None, text_option("Peak operations per second of a GPU, like 989e12.", "N", "--peak-flops")] = None
-    memory_bandwidth: Annotated[str | None, text_option("Bytes per second of a GPU's memory.", "SIZE", "--memory-bandwidth")] = None
-    node_bandwidth: Annotated[str | None, text_option("Bytes per second of a GPU within its node.", "SIZE", "--node-bandwidth")] = None
-    node_latency: Annotated[float | None, text_option("Seconds of an empty message within a node.", "S", "--node-latency")] = None
+    memory_bandwidth: Annotated[str | None, text_option("Bytes per second of a GPU's memory, like 3TB.", "SIZE", "--memory-bandwidth")] = (
+        None
+    )
+    node_bandwidth: Annotated[
+        str | None, text_option("Bytes per second of a GPU within its node, like 400GB.", "SIZE", "--node-bandwidth")
+    ] = None
+    node_latency: Annotated[str | None, text_option("Latency of a message within a node, like 2us.", "TIME", "--node-latency")] = None
     shares: Annotated[
-        str | None, text_option('Reached shares of the rates: "matmul=0.76 attention=0.5 memory=0.7 link=0.8".', "SHARES", "--shares")
+        str | None,
+        text_option(
+            'The share of each rate that is reached in practice: "matmul=0.76 attention=0.5 memory=0.7 link=0.8".', "SHARES", "--shares"
+        ),
     ] = None
     optimizer: Annotated[str, text_option("adam or muon.", "NAME", "--optimizer")] = "adam"
     pipeline: Annotated[str | None, text_option("Pipeline degrees to choose from.  [default: all]", "N,N", "--pipeline")] = None
@@ -36,7 +44,12 @@ class JobOptions:
     context: Annotated[str | None, text_option("Context degrees to choose from.  [default: all]", "N,N", "--context")] = None
     sharding: Annotated[str | None, text_option("ZeRO stages to choose from.  [default: 1,2,3]", "N,N", "--sharding")] = None
     vocabulary: Annotated[
-        str | None, text_option("ends, or spread over the pipeline ranks.  [default: both are tried]", "WHERE", "--vocabulary")
+        str | None,
+        text_option(
+            "Where embedding and head go: ends (the first and last stage) or spread (all pipeline ranks).  [default: the better one]",
+            "WHERE",
+            "--vocabulary",
+        ),
     ] = None
 
     def make_job(self, sizes: dict[str, Any], links: dict[str, Any], headroom: float | None) -> Job:
@@ -59,9 +72,9 @@ class JobOptions:
 
         values: dict[str, Any] = {"gpus": self.gpus, "gpus_per_node": self.gpus_per_node}
         rates = {"memory_bandwidth": self.memory_bandwidth, "node_bandwidth": self.node_bandwidth}
-        read = {name: read_size(f"--{name.replace('_', '-')}", text) for name, text in rates.items()}
-        given = {**links, **read, "flops": self.peak_flops, "node_latency": self.node_latency}
-        values |= {name: value for name, value in given.items() if value is not None}
+        read = {name: read_rate(f"--{name.replace('_', '-')}", text) for name, text in rates.items()}
+        options = {**links, **read, "flops": self.peak_flops, "node_latency": read_time("--node-latency", self.node_latency)}
+        values |= {name: value for name, value in options.items() if value is not None}
         parts = (self.shares or "").replace(",", " ").split()
         values |= {f"{name}_share": share for name, share in read_assignments("--shares", parts, '"matmul=0.76 link=0.8"').items()}
         return Machines.from_fields(values) if self.gpu is None else Machines.of(self.gpu, **values)
@@ -70,5 +83,5 @@ class JobOptions:
     def choices(self) -> dict[str, Any]:
         """The values of dimensions that the search may choose from."""
         names = ("pipeline", "data", "tensor", "context", "sharding")
-        wanted: dict[str, Any] = {name: read_counts(f"--{name}", getattr(self, name)) for name in names}
-        return {**wanted, "vocabulary": None if self.vocabulary is None else [word.strip() for word in self.vocabulary.split(",")]}
+        values: dict[str, Any] = {name: read_counts(f"--{name}", getattr(self, name)) for name in names}
+        return {**values, "vocabulary": None if self.vocabulary is None else [word.strip() for word in self.vocabulary.split(",")]}

@@ -28,7 +28,7 @@ def _run(args: Sequence[str] | None) -> int:
     try:
         return command.main(args, prog_name="penstock", standalone_mode=False) or GOOD
     except usage_error as error:
-        return _fail(_usage_message(error), USAGE)
+        return _fail(_describe_usage_error(error), USAGE)
     except typer.Abort:
         return INTERRUPTED
     except (CheckpointError, FileFormatError, PassError, PipelineError, PlanError, VerifyError) as error:
@@ -36,17 +36,17 @@ def _run(args: Sequence[str] | None) -> int:
     except PenstockError as error:
         return _fail(str(error), USAGE)
     except OSError as error:
-        return _fail(_file_message(error), USAGE)
+        return _fail(_describe_file_error(error), USAGE)
 
 
-def _usage_message(error: BaseException) -> str:
+def _describe_usage_error(error: BaseException) -> str:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "penstock"
     message: str = error.format_message()  # type: ignore[attr-defined]
     return f"{message.strip().replace('Value error, ', '')}\nSee '{path} --help'."
 
 
-def _file_message(error: OSError) -> str:
+def _describe_file_error(error: OSError) -> str:
     reason = error.strerror or str(error)
     return f"{error.filename}: {reason}" if error.filename else reason
 

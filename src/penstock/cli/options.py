@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -13,10 +11,12 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from penstock.errors import CostsError, FileFormatError, UsageError
-from penstock.schedules.registry import algorithms
-from penstock.text.units import has_byte_unit, parse_size, seconds_per
+from penstock.schedules.registry import CLASS_NAMES, algorithms
+from penstock.text.units import SECONDS, has_byte_unit, parse_size, parse_time, seconds_per
 
 STDOUT = Path("-")
+TEXT = ("", ".txt", ".md", ".log")
+"""Suffixes of files that hold the text that would be printed."""
 LEAST_BYTES = 2**16
 """A limit of fewer bytes must be written with a unit."""
 
@@ -37,11 +37,34 @@ def read_counts(option: str, text: str | None) -> list[int] | None:
         raise UsageError(f"{option}: {text!r} is not a list of whole numbers, like 1,2,4") from None
 
 
-def refuse_unitless(option: str, text: str | None) -> None:
+def refuse_unitless(option: str, text: str | None, what: str = "memory is in bytes", unit: str = "GiB") -> None:
     """Ask for the unit of a size that would be a few bytes; sizes below this are never meant in bytes."""
     for part in (text or "").split(","):
         if part.strip() and not has_byte_unit(part) and (read_size(option, part) or 0.0) < LEAST_BYTES:
-            raise UsageError(f"{option} {part.strip()}: memory is in bytes here, so write the unit, like {part.strip()}GiB")
+            raise UsageError(f"{option} {part.strip()}: {what} here, so write the unit, like {part.strip()}{unit}")
+
+
+def read_rate(option: str, text: str | None, in_bytes: bool = True) -> float | None:
+    """Read an option that is a bandwidth, like 50GB; if sizes are in bytes, its unit must be written."""
+    rate = read_size(option, text)
+    if in_bytes:
+        refuse_unitless(option, text, "bandwidth is in bytes per second", "GB")
+    return rate
+
+
+def read_time(option: str, text: str | None, unit: str = "s") -> float | None:
+    """Read an option that is a time, like 5us, in `unit`; a plain number is in that unit, and must not be a whole second or more."""
+    if text is None:
+        return None
+    try:
+        value, written = parse_time(text, option)
+    except CostsError as error:
+        raise UsageError(str(error)) from None
+    if written and unit not in SECONDS:
+        raise UsageError(f"{option} {text}: the profile's times have no unit: write a plain number")
+    if not written and unit in SECONDS and value * SECONDS[unit] >= 1.0:
+        raise UsageError(f"{option} {text}: that would be {value:g} {unit}, so write the unit, like {value:g}us")
+    return value * (SECONDS[written] / SECONDS[unit] if written else 1.0)
 
 
 def read_size(option: str, text: str | None) -> float | None:
@@ -50,30 +73,6 @@ def read_size(option: str, text: str | None) -> float | None:
         return None if text is None else parse_size(text, option)
     except CostsError as error:
         raise UsageError(str(error)) from None
-
-
-def read_assignments(option: str, parts: Iterable[str], example: str) -> dict[str, Any]:
-    """Read texts like `group_size=8`: numbers, booleans, None and lists as in Python, and otherwise text."""
-    values: dict[str, Any] = {}
-    for part in parts:
-        name, equals, text = map(str.strip, part.partition("="))
-        if not equals or not name.isidentifier() or not text:
-            raise UsageError(f"{option}: {part.strip()!r} is not NAME=VALUE: write {example}")
-        if name in values:
-            raise UsageError(f"{option}: {name} is given twice")
-        values[name] = _read_value(text)
-    return values
-
-
-def _read_value(text: str) -> Any:
-    words = {"true": True, "false": False, "none": None, "null": None, "nan": math.nan, "inf": math.inf, "infinity": math.inf}
-    if text.lower() in words:
-        return words[text.lower()]
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-    return value if isinstance(value, (int, float, list, tuple)) else text
 
 
 def check_file(path: Path, option: str = "") -> Path:
@@ -135,8 +134,31 @@ def file_option(text: str, *names: str, stdout: bool = True) -> Any:
 
 
 def complete_schedules(incomplete: str) -> list[str]:
-    """List the schedules that a text is the start of; without any, shells complete files."""
-    return [name for name in algorithms() if name.startswith(incomplete.lower())]
+    """List the names of schedules that a text is the start of, in its case; without any, shells complete files.
+
+    Shells drop what does not start with the text itself. A text with a capital letter may also be a class name of PyTorch's.
+
+    >>> complete_schedules("zbv"), complete_schedules("ZBV"), complete_schedules("Zbv")
+    (['zbv'], ['ZBV', 'ZBVZeroBubble'], ['Zbv'])
+    """
+    typed = incomplete.lower()
+    names = [incomplete + name[len(typed) :] for name in algorithms() if name.startswith(typed)]
+    if incomplete.isupper():
+        names = [name.upper() for name in names]
+    if incomplete != typed:
+        names += [name for name in CLASS_NAMES if name.startswith(incomplete) and name not in names]
+    return names
+
+
+def complete_schedule_list(incomplete: str) -> list[str]:
+    """Complete the last name of a list of schedules, among them `searched`.
+
+    >>> complete_schedule_list("1f1b,zbv"), complete_schedule_list("sear")
+    (['1f1b,zbv'], ['searched'])
+    """
+    before, comma, last = incomplete.rpartition(",")
+    names = complete_schedules(last) + [name for name in ("searched",) if name.startswith(last)]
+    return [f"{before}{comma}{name}" for name in names]
 
 
 Source = Annotated[
@@ -157,7 +179,43 @@ CostsText = Annotated[
 ]
 Unit = Annotated[str | None, text_option("The unit of the costs' times: s, ms, us or ns.", "UNIT", "--unit")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-Output = Annotated[Path | None, file_option("Write to FILE, whole or not at all, instead of printing.", "-o", "--output")]
+
+
+def _check_text_file(path: Path | None) -> Path | None:
+    """Refuse a suffix of anything but text before any work is done."""
+    if path is not None and path.suffix.lower() not in (*TEXT, ".json"):
+        raise UsageError(f"{path}: the suffix is neither .txt nor .json, and the result is text")
+    return file_or_stdout(path)
+
+
+def _check_program_file(path: Path | None) -> Path | None:
+    if path is not None and path.suffix.lower() not in (*TEXT, ".csv", ".json"):
+        hint = "'penstock simulate --lower -o' draws pictures"
+        raise UsageError(f"{path}: the suffix is not one of .csv, .json, .txt; {hint}")
+    return file_or_stdout(path)
+
+
+def _check_schedule_file(path: Path | None) -> Path | None:
+    from penstock.draw.save import PICTURES
+
+    if path is not None and path.suffix.lower() not in TEXT:
+        check_suffix(path, (".csv", ".json", ".txt", *PICTURES))
+    return file_or_stdout(path)
+
+
+def _declare_output(check: Callable[[Path | None], Path | None], forms: str) -> Any:
+    text = f"Write to FILE, whole or not at all, instead of printing: {forms}."
+    return typer.Option("-o", "--output", metavar="FILE", callback=check, help=text)
+
+
+TextOutput = Annotated[Path | None, _declare_output(_check_text_file, ".txt or .json")]
+ProgramOutput = Annotated[
+    Path | None, _declare_output(_check_program_file, ".csv (for PyTorch too) or .json to load it again, .txt as printed")
+]
+ScheduleOutput = Annotated[
+    Path | None,
+    _declare_output(_check_schedule_file, ".csv or .json to load it again, .svg, .pdf, .png or .html as a picture, .txt as printed"),
+]
 
 
 def expand_groups(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What a command prints: its result to a file or to stdout, in colour if that is a terminal, and its progress on stderr; Ctrl-C."""
+"""Output of commands: the result to a file or to stdout, in colour if that is a terminal, and its progress on stderr; Ctrl-C."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from penstock.cli.options import TEXT
 from penstock.draw.palette import Line, paint, plain_text
-from penstock.errors import FileFormatError, ScheduleError
+from penstock.errors import FileFormatError, ScheduleError, UsageError
 from penstock.text.numbers import format_count
 
 if TYPE_CHECKING:
@@ -103,13 +104,12 @@ def _write_plain(lines: Iterable[Line]) -> Iterator[str]:
 
 
 def present(table: Table, *, as_json: bool, output: Path | None) -> None:
-    """Print a schedule or program, or write it to a file: `.csv` and `.json` can be loaded again, any other suffix gets the picture."""
-    if output is not None and output.suffix.lower() in (".csv", ".json"):
-        from penstock.ir.formats.files import save
-
-        if output.suffix.lower() == ".csv":
-            check_csv(table, output)
-        save(table, output)
+    """Print a schedule or program, or write it to a file by suffix: `.csv` and `.json` can be loaded again, pictures, or the text."""
+    suffix = "" if output is None else output.suffix.lower()
+    if output is not None and suffix not in TEXT:
+        if as_json and suffix != ".json":
+            raise UsageError(f"--json does not go with {output}: write a .json file")
+        _save_table(table, output, suffix)
         return
 
     def draw(width: int | None) -> Iterator[Line]:
@@ -117,9 +117,27 @@ def present(table: Table, *, as_json: bool, output: Path | None) -> None:
 
         grid = Grid.spaced(table)
         yield f"{describe_table(table)}, {format_count(grid.steps, 'step')}"
-        yield from _grid_with_legend(grid, width)
+        yield from _write_grid(grid, width)
 
     deliver(draw, table.to_json, as_json=as_json, output=output)
+
+
+def _save_table(table: Table, output: Path, suffix: str) -> None:
+    if suffix in (".csv", ".json"):
+        from penstock.ir.formats.files import save
+
+        if suffix == ".csv":
+            check_csv(table, output)
+        save(table, output)
+        return
+    from penstock.draw.save import save_picture
+    from penstock.ir.costs import Costs
+    from penstock.simulator.simulate import simulate
+
+    every_action_takes_a_step = Costs(f=1.0, b=1.0, i=1.0, w=1.0)
+    what = f"{table.name or 'unnamed'}{', computation only' if table.lowered else ''}"
+    name = f"{what}: each action takes one step"
+    save_picture([simulate(table, every_action_takes_a_step)], output, names=[name])
 
 
 def present_rank(table: Table, rank: int, actions: Sequence[Action], *, as_json: bool, output: Path | None) -> None:
@@ -129,7 +147,7 @@ def present_rank(table: Table, rank: int, actions: Sequence[Action], *, as_json:
         from penstock.ir.grid import Grid
 
         yield f"{describe_table(table, 'program')}; rank {rank}: {format_count(len(actions), 'action')}"
-        yield from _grid_with_legend(Grid((tuple(actions),)), width, ranks=[rank])
+        yield from _write_grid(Grid((tuple(actions),)), width, ranks=[rank])
 
     def data() -> dict[str, Any]:
         shape = {"name": table.name, "microbatches": table.microbatches, "placement": table.placement.to_json()}
@@ -139,7 +157,7 @@ def present_rank(table: Table, rank: int, actions: Sequence[Action], *, as_json:
     deliver(draw, data, as_json=as_json, output=output)
 
 
-def _grid_with_legend(grid: Grid, width: int | None, ranks: Sequence[int] | None = None) -> Iterator[Line]:
+def _write_grid(grid: Grid, width: int | None, ranks: Sequence[int] | None = None) -> Iterator[Line]:
     from penstock.draw.terminal import grid_legend, grid_lines
 
     yield from grid_lines(grid, width=width, ranks=ranks)

@@ -1,4 +1,4 @@
-"""What commands read: a schedule by name or a file, how to lower it, its costs, saved timelines, and the user's own code."""
+"""Inputs of commands: a schedule by name or a file, how to lower it, its costs, saved timelines, and the user's own code."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from penstock.cli.options import (
     check_file,
     complete_schedules,
     count_option,
-    read_assignments,
     read_size,
     text_option,
 )
 from penstock.errors import CostsError, FileFormatError, PassError, ScheduleError, UsageError, nearest
 from penstock.ir.formats.reading import read_json
 from penstock.schedules.registry import algorithm, algorithms, schedule
+from penstock.text.options import read_assignments, split_options
 from penstock.text.units import parse_size
 
 if TYPE_CHECKING:
@@ -56,11 +56,16 @@ SHAPE = {
     "graph": "use a .json file",
 }
 """The arguments of a schedule that are not its own options, and how to give them to a command."""
+_COUNTS = {"ranks": "-p", "microbatches": "-m", "chunks": "--chunks"}
+"""The counts that a name may have in braces, and their options."""
 
 
 @dataclass(frozen=True)
 class ScheduleSource:
-    """NAME|FILE, and the shape and options that were given with it."""
+    """NAME|FILE, and the shape and options that were given with it.
+
+    A NAME may have them in braces: `interleaved-1f1b{chunks=4,ranks=2}` is the source `interleaved-1f1b` with chunks=4 and ranks=2.
+    """
 
     source: Source
     ranks: Ranks = None
@@ -71,6 +76,24 @@ class ScheduleSource:
     ] = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Options of the schedule that are not text."""
+
+    def __post_init__(self) -> None:
+        """Move what is written in braces to the other fields."""
+        name, parts = split_options(self.source)
+        if not parts:
+            return
+        written = [part for part in parts if part.partition("=")[0].strip() not in _COUNTS]
+        for part in (part for part in parts if part not in written):
+            key, _, value = map(str.strip, part.partition("="))
+            if getattr(self, key) is not None:
+                raise UsageError(f"{key} is given twice: in {self.source!r} and with {_COUNTS[key]}")
+            try:
+                object.__setattr__(self, key, int(value))
+            except ValueError:
+                raise UsageError(f"{self.source}: {key}={value} is not a whole number") from None
+        parse_options([*written, *(self.options or ())])
+        object.__setattr__(self, "source", name)
+        object.__setattr__(self, "options", [*written, *(self.options or ())] or None)
 
     @property
     def is_file(self) -> bool:
@@ -117,31 +140,14 @@ class ScheduleSource:
 
 
 def parse_sources(texts: list[str], ranks: int | None, microbatches: int | None) -> list[ScheduleSource]:
-    """Read several sources, each with its own options; the shape is for the names among them."""
-    sources = [_parse_source(text, ranks, microbatches) for text in texts]
+    """Read several sources, each with its own options; the shape is for the names among them that have none of their own."""
+    sources = [ScheduleSource(text) for text in texts]
     if (ranks or microbatches) and all(source.is_file for source in sources):
         raise UsageError("--ranks and --microbatches are for schedules by name; files have their own shape")
-    return sources
-
-
-def _parse_source(text: str, ranks: int | None, microbatches: int | None) -> ScheduleSource:
-    """Read `NAME{OPTION=VALUE,...}`; ranks, microbatches and chunks may be among the options."""
-    match = re.fullmatch(r"([^{}]+)\{([^{}]*)\}", text)
-    name = text if match is None else match[1]
-    shape: dict[str, Any] = {} if ScheduleSource(name).is_file else {"ranks": ranks, "microbatches": microbatches}
-    if match is None:
-        return ScheduleSource(name, **shape)
-    options = []
-    for option in filter(None, map(str.strip, match[2].split(","))):
-        key, _, value = option.partition("=")
-        if key in ("ranks", "microbatches", "chunks"):
-            try:
-                shape[key] = int(value)
-            except ValueError:
-                raise UsageError(f"{text}: {key}={value} is not a whole number") from None
-        else:
-            options.append(option)
-    return ScheduleSource(name, **shape, options=options or None)
+    return [
+        source if source.is_file else replace(source, ranks=source.ranks or ranks, microbatches=source.microbatches or microbatches)
+        for source in sources
+    ]
 
 
 def parse_options(texts: list[str] | None) -> dict[str, Any]:
@@ -165,12 +171,14 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
 
 _FILES = (".toml", ".json")
 # The costs that grow with a stage: its work and its memory. The size of messages does not depend on the partition.
-_PER_STAGE = ("f", "i", "w", "b", "activation", "weight_stash", "parameters", "shard", "unshard", "reduce", "optimizer")
-_PER_SLICE = ("f", "i", "w", "b", "activation", "weight_stash", "output")
+_HELD = ("activation", "weight_stash", "kept", "kept_gradients")
+_PER_STAGE = ("f", "i", "w", "b", *_HELD, "parameters", "shard", "unshard", "reduce", "optimizer")
+_MEMORY_IN_BYTES = re.compile(r"\b(?:activation|weight_stash|kept|kept_gradients|parameters|shard)\s*=[\s\[]*[\d.]+\s*[KMGTP]?i?B\b")
+_PER_SLICE = ("f", "i", "w", "b", *_HELD, "output")
 
 
 class Per(StrEnum):
-    """What one number in the costs is for."""
+    """The unit of one number in the costs."""
 
     STAGE = "stage"
     RANK = "rank"
@@ -250,10 +258,13 @@ class TimelineSource:
     per: Per
     lowering: LoweringOptions | None
     """How to lower a schedule first; None is not at all."""
+    in_bytes: bool = False
+    """Whether the costs give memory in bytes."""
 
     @classmethod
     def read(cls, source: ScheduleSource, costs: str | None, per: Per, lowering: LoweringOptions | None) -> TimelineSource:
-        return cls(source, None if costs is None else read_costs(costs), per, lowering)
+        in_bytes = costs is not None and _MEMORY_IN_BYTES.search(costs) is not None
+        return cls(source, None if costs is None else read_costs(costs), per, lowering, in_bytes)
 
     def get_measured(self) -> Timeline | None:
         """Give the timeline in the file if it was measured."""
@@ -306,7 +317,8 @@ class TimelineSource:
             refuse_unused(self.costs, table)
         engine = "plain" if len(table.rows.codes) < FEW else "auto"
         try:
-            return simulate(table, self._stage_costs(table.stages, table.ranks, table.slices), engine=engine)
+            timeline = simulate(table, self._stage_costs(table.stages, table.ranks, table.slices), engine=engine)
+            return timeline.in_units(replace(timeline.units, in_bytes=True)) if self.in_bytes else timeline
         except ScheduleError as error:
             if self.source.is_file:
                 raise FileFormatError(self.source.source, str(error)) from None
@@ -399,7 +411,7 @@ class _View:
 
 
 MaxOutstandingSends = Annotated[
-    int | None, count_option("Wait for sends, so that no rank has more than N that it has not waited for.", "--max-outstanding-sends")
+    int | None, count_option("Let no rank have more than N sends under way: it waits for the oldest first.", "--max-outstanding-sends")
 ]
 DeferReduceGradWait = Annotated[
     bool,

@@ -37,8 +37,8 @@ class Boxes:
     def unit_widths(self) -> Ints:
         """Count the characters of each box's `name_unit`."""
         if self.slices == 1:
-            return _digits(self.microbatch)
-        return _digits(self.microbatch // self.slices) + 1 + _digits(self.microbatch % self.slices)
+            return _count_digits(self.microbatch)
+        return _count_digits(self.microbatch // self.slices) + 1 + _count_digits(self.microbatch % self.slices)
 
     def __len__(self) -> int:
         return len(self.rank)
@@ -60,7 +60,7 @@ def compute_boxes(timeline: Timeline) -> Boxes:
         end=timeline.end[node],
         kind=rows.kind[entry],
         stage=stage,
-        chunk=_chunks(placement)[microbatch % len(placement.copies), stage],
+        chunk=_count_chunks(placement)[microbatch % len(placement.copies), stage],
         microbatch=microbatch,
         part=entry - first,
         parts=rows.group_ends[entry] - first,
@@ -68,17 +68,17 @@ def compute_boxes(timeline: Timeline) -> Boxes:
     )
 
 
-def collective_boxes(timeline: Timeline) -> Boxes:
+def list_collective_boxes(timeline: Timeline) -> Boxes:
     """Give one box per all-gather of parameters and reduction of gradients that takes time."""
-    return _side_boxes(timeline, Kind.UNSHARD, Kind.REDUCE_GRAD)
+    return _list_side_boxes(timeline, Kind.UNSHARD, Kind.REDUCE_GRAD)
 
 
 def copy_boxes(timeline: Timeline) -> Boxes:
     """Give one box per copy of an activation to host memory or back that takes time."""
-    return _side_boxes(timeline, *COPIES)
+    return _list_side_boxes(timeline, *COPIES)
 
 
-def _side_boxes(timeline: Timeline, *kinds: Kind) -> Boxes:
+def _list_side_boxes(timeline: Timeline, *kinds: Kind) -> Boxes:
     """Give the boxes of what these kinds of action start beside the computation."""
     rows = timeline.table.rows
     entry = np.flatnonzero(rows.is_kind(*kinds))
@@ -90,20 +90,20 @@ def _side_boxes(timeline: Timeline, *kinds: Kind) -> Boxes:
     return Boxes(*columns, chunk=none, microbatch=rows.microbatch[entry], part=none, parts=none + 1, slices=rows.slices)
 
 
-def optimizer_boxes(timeline: Timeline) -> tuple[Ints, Floats, Floats]:
+def list_optimizer_boxes(timeline: Timeline) -> tuple[Ints, Floats, Floats]:
     """Give rank, start and end of each optimizer step that takes time."""
     rank = np.flatnonzero(timeline.optimizer > 0)
     end = timeline.finished[rank]
     return rank, end - timeline.optimizer[rank], end
 
 
-def _chunks(placement: Placement) -> Ints:
+def _count_chunks(placement: Placement) -> Ints:
     """The chunk of each stage in each copy of the model."""
     place = {(rank, stage): chunk for rank in range(placement.ranks) for chunk, stage in enumerate(placement.stages_of(rank))}
     return np.array([[place[rank, stage] for stage, rank in enumerate(copy)] for copy in placement.copies], dtype=np.int64)
 
 
-def _digits(numbers: Ints) -> Ints:
+def _count_digits(numbers: Ints) -> Ints:
     return np.floor(np.log10(np.maximum(numbers, 1))).astype(np.int64) + 1
 
 

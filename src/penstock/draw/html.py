@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from penstock.draw.figures.canvas import FAINT, GRID, IDLE, INK, PAPER, render
+from penstock.draw.figures.canvas import recolour, render
 from penstock.draw.figures.timelines import draw_overlay, draw_timelines
-from penstock.draw.summary import WORDS, TextSection, describe_differences, shape_of, summary_rows, title_of
+from penstock.draw.summary import WORDS, TextSection, describe_differences, list_summary_rows, shape_of, title_of
 from penstock.simulator.comparison.differences import Differences
 from penstock.simulator.timeline import Timeline
 
@@ -21,14 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# The colours of text and background in a figure become those of the page.
-_THEMED = {
-    f": {INK}": ": var(--ink)",
-    f": {FAINT}": ": var(--faint)",
-    f": {IDLE}": ": var(--idle)",
-    f": {GRID}": ": var(--grid)",
-    f"stroke: {PAPER}": "stroke: var(--paper)",
-}
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -90,10 +82,10 @@ _REPORT_WIDTH, _FIGURE_WIDTH = 68, 100
 def timelines_html(timelines: Sequence[Timeline], **options: Any) -> str:
     """Write a page of timelines and their summaries; the options are those of `draw_timelines`."""
     names = list(options.get("names") or map(title_of, timelines))
-    columns = [dict(summary_rows(timeline, options.get("unit"))) for timeline in timelines]
+    columns = [dict(list_summary_rows(timeline, options.get("unit"))) for timeline in timelines]
     rows = [[name, *(column.get(name, "0") for column in columns)] for name in dict.fromkeys(name for column in columns for name in column)]
     section = Section().figure(draw_timelines(timelines, **options), "the timelines").table(["", *names], rows)
-    return _page(f"{', '.join(names)}: {', '.join(shape_of(timelines[0]))}", section.html(), _FIGURE_WIDTH)
+    return _write_page(f"{', '.join(names)}: {', '.join(shape_of(timelines[0]))}", section.html(), _FIGURE_WIDTH)
 
 
 def overlay_html(pairs: Sequence[Differences], **options: Any) -> str:
@@ -102,7 +94,7 @@ def overlay_html(pairs: Sequence[Differences], **options: Any) -> str:
     sections = [Section().figure(draw_overlay(pairs, **options), "measured timelines under their predictions")]
     for name, pair in zip(names, pairs, strict=True):
         sections.append(Section(name).texts(list(describe_differences(pair, options.get("unit"), options.get("words", WORDS)))))
-    return _page(", ".join(names), "\n".join(section.html() for section in sections), _FIGURE_WIDTH)
+    return _write_page(", ".join(names), "\n".join(section.html() for section in sections), _FIGURE_WIDTH)
 
 
 def report_html(title: str, lead: Sequence[str], cards: Sequence[Card], sections: Sequence[Section], footer: str) -> str:
@@ -115,10 +107,10 @@ def report_html(title: str, lead: Sequence[str], cards: Sequence[Card], sections
         *(section.html() for section in sections),
         f"<footer>{escape(footer)}</footer>",
     ]
-    return _page(title, "\n".join(body), _REPORT_WIDTH)
+    return _write_page(title, "\n".join(body), _REPORT_WIDTH)
 
 
-def _page(title: str, body: str, width: int) -> str:
+def _write_page(title: str, body: str, width: int) -> str:
     return _PAGE.format(title=escape(title), body=body, width=width)
 
 
@@ -150,12 +142,12 @@ class Section:
         return self
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]], chosen: int | None = None) -> Section:
-        self.content.append(f'<div class="wide">{_table(header, rows, chosen)}</div>')
+        self.content.append(f'<div class="wide">{_write_table(header, rows, chosen)}</div>')
         return self
 
     def texts(self, texts: Sequence[TextSection], summary: str = "") -> Section:
         """Add headings, tables and sentences; with a summary, they are folded away behind it."""
-        body = "\n".join(_text_section(text) for text in texts)
+        body = "\n".join(_write_text_section(text) for text in texts)
         wide = f'<div class="wide">{body}</div>'
         self.content.append(f"<details><summary>{escape(summary)}</summary>{wide}</details>" if summary else wide)
         return self
@@ -170,17 +162,17 @@ class Section:
         return "\n".join(["<section>", *filter(None, (title, text)), *self.content, "</section>"])
 
 
-def _text_section(text: TextSection) -> str:
-    table = [_table(text.header, text.rows)] if text.rows else []
+def _write_text_section(text: TextSection) -> str:
+    table = [_write_table(text.header, text.rows)] if text.rows else []
     return "\n".join([f"<h3>{escape(text.title)}</h3>", *table, *(f"<p>{escape(sentence)}</p>" for sentence in text.sentences)])
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], chosen: int | None = None) -> str:
-    lines = [_row("th", header), *(_row("td", row, place == chosen) for place, row in enumerate(rows))]
+def _write_table(header: Sequence[str], rows: Sequence[Sequence[str]], chosen: int | None = None) -> str:
+    lines = [_write_row("th", header), *(_write_row("td", row, place == chosen) for place, row in enumerate(rows))]
     return "\n".join(["<table>", *lines, "</table>"])
 
 
-def _row(cell: str, texts: Sequence[str], chosen: bool = False) -> str:
+def _write_row(cell: str, texts: Sequence[str], chosen: bool = False) -> str:
     first, *rest = (escape(text) for text in texts)
     start = '<tr class="chosen">' if chosen else "<tr>"
     return f'{start}<th scope="row">{first}</th>' + "".join(f"<{cell}>{text}</{cell}>" for text in rest) + "</tr>"
@@ -188,10 +180,6 @@ def _row(cell: str, texts: Sequence[str], chosen: bool = False) -> str:
 
 def _inline_svg(figure: Figure) -> str:
     """The figure as a part of a page, in the colours of the page."""
-    for patch in (figure.patch, *(axes.patch for axes in figure.axes)):
-        patch.set_visible(False)
     svg = render(figure, "svg").decode()
-    svg = svg[svg.index("<svg") :].strip()
-    for colour, themed in _THEMED.items():
-        svg = svg.replace(colour, themed)
-    return svg
+    colours = {name: f"var(--{name})" for name in ("ink", "faint", "paper", "idle", "grid")}
+    return recolour(svg[svg.index("<svg") :].strip(), **colours)

@@ -45,6 +45,18 @@ def format_memory(value: float, in_bytes: bool) -> str:
     return Units(in_bytes=True).size(value) if in_bytes else format_number(value)
 
 
+def memory_unit(timeline: Timeline) -> str:
+    """Name the unit of memory that is not in bytes: activations, if the costs count those of a stage or of a rank as 1."""
+    if timeline.units.in_bytes:
+        return ""
+    table = timeline.table
+    sizes = timeline.costs.per_stage("activation", table.stages)
+    of_ranks = {sum(sizes[stage] for stage in table.placement.stages_of(rank)) for rank in range(table.ranks)}
+    if all(abs(size - 1.0) < 1e-9 for size in of_ranks):
+        return "activations"
+    return "activations of a stage" if set(sizes) == {1.0} else "in units of the costs"
+
+
 def unit_of(timeline: Timeline, unit: str | None) -> str | None:
     """Give the unit of a timeline's times: the one that is named, or else the timeline's own if it is a unit of time."""
     return unit or (timeline.units.time_unit if timeline.units.time_unit in SECONDS else None)
@@ -89,17 +101,18 @@ def summarize(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def summary_rows(timeline: Timeline, unit: str | None = None) -> list[tuple[str, str]]:
+def list_summary_rows(timeline: Timeline, unit: str | None = None) -> list[tuple[str, str]]:
     """Sum up a timeline as rows of a name and a text; `unit` is the unit of its times, if it does not know it."""
     unit, in_bytes = unit_of(timeline, unit), timeline.units.in_bytes
     idle = timeline.idle_by_cause
     total = sum(idle.values())
-    peak, held = find_fullest_rank(timeline), [format_memory(size, in_bytes) for size in timeline.peak_memory]
+    unit_name = " activations" if memory_unit(timeline).startswith("activations") else ""
+    peak, peaks = find_fullest_rank(timeline), [format_memory(size, in_bytes) for size in timeline.peak_memory]
     rows = [
         ("makespan", format_time(timeline.makespan, unit)),
         ("bubble", f"{format_percent(timeline.bubble)} of all ranks' time"),
         ("span bubble", f"{format_percent(timeline.span_bubble)} of the longest rank's span"),
-        ("peak memory", f"{held[peak]} on rank {peak}, least {format_memory(min(timeline.peak_memory), in_bytes)}"),
+        ("peak memory", f"{peaks[peak]}{unit_name} on rank {peak}, least {format_memory(min(timeline.peak_memory), in_bytes)}"),
         ("messages", str(timeline.num_messages)),
         ("idle", format_time(total, unit)),
     ]
@@ -136,21 +149,21 @@ def describe_differences(
 ) -> Iterator[TextSection]:
     """Describe all differences; `words` are the names of the two timelines, and `title` is the first heading."""
     longest = max(differences.makespan.predicted, differences.makespan.measured)
-    (name, factor), notes = choose_unit(longest, unit), list(_notes(differences, words))
+    (name, factor), notes = choose_unit(longest, unit), list(_list_notes(differences, words))
     unit = name or None
     if factor != 1.0:
         differences = _convert(differences, factor)
     whole = differences.makespan.predicted
     yield _build_totals(differences, words, f"{title or ' and '.join(words)}{f', in {unit}' if unit else ''}", notes)
-    yield _shorten("by rank", ("", *_pair_titles("busy", words), *_pair_titles("idle", words)), _rank_rows(differences), whole)
-    causes = [(cause, *_numbers(both), format_signed(both.difference)) for cause, both in differences.idle_by_cause.items()]
+    yield _shorten("by rank", ("", *_pair_titles("busy", words), *_pair_titles("idle", words)), _list_rank_rows(differences), whole)
+    causes = [(cause, *_format_numbers(both), format_signed(both.difference)) for cause, both in differences.idle_by_cause.items()]
     yield TextSection("idle time of all ranks", ("", *words, "difference"), causes)
-    yield _shorten("what an action takes", ("", "number", *words, "ratio"), _stage_rows(differences), whole)
+    yield _shorten("what an action takes", ("", "number", *words, "ratio"), _list_stage_rows(differences), whole)
     if differences.channels:
         header = ("", "number", *_pair_titles("until sent", words)[:2], *_pair_titles("under way", words))
-        yield _shorten("what a message takes", header, _channel_rows(differences), whole)
-    yield TextSection("where they part", sentences=list(_parting(differences, unit)))
-    yield from _delays(differences)
+        yield _shorten("what a message takes", header, _list_channel_rows(differences), whole)
+    yield TextSection("where they part", sentences=list(_describe_parting(differences, unit)))
+    yield from _describe_delays(differences)
 
 
 def _convert(differences: Differences, factor: float) -> Differences:
@@ -159,7 +172,7 @@ def _convert(differences: Differences, factor: float) -> Differences:
     return compare_timelines(*both, scale=1.0, tolerance=differences.tolerance)
 
 
-def section_lines(sections: Sequence[TextSection]) -> Iterator[str]:
+def write_sections(sections: Sequence[TextSection]) -> Iterator[str]:
     """Write the sections as plain text, with an empty line between them."""
     for place, section in enumerate(sections):
         if place:
@@ -174,15 +187,20 @@ def section_lines(sections: Sequence[TextSection]) -> Iterator[str]:
 
 def _build_totals(differences: Differences, words: tuple[str, str], title: str, notes: list[str]) -> TextSection:
     rows = [
-        ("makespan", *_numbers(differences.makespan), _ratio(differences.makespan)),
-        ("bubble", format_percent(differences.bubble.predicted), format_percent(differences.bubble.measured), _ratio(differences.bubble)),
-        ("messages under way", *_numbers(differences.communication), _ratio(differences.communication)),
+        ("makespan", *_format_numbers(differences.makespan), _format_ratio(differences.makespan)),
+        (
+            "bubble",
+            format_percent(differences.bubble.predicted),
+            format_percent(differences.bubble.measured),
+            _format_ratio(differences.bubble),
+        ),
+        ("messages under way", *_format_numbers(differences.communication), _format_ratio(differences.communication)),
     ]
     return TextSection(title, ("", *words, "ratio"), rows, notes)
 
 
-def _notes(differences: Differences, words: tuple[str, str]) -> Iterator[str]:
-    """What readers of the tables must know."""
+def _list_notes(differences: Differences, words: tuple[str, str]) -> Iterator[str]:
+    """Notes for readers of the tables."""
     if differences.scale != 1.0:
         yield f"the {words[0]} times are multiplied by {format_number(differences.scale)}"
     if differences.unlike is not None:
@@ -199,22 +217,22 @@ def _pair_titles(what: str, words: tuple[str, str]) -> tuple[str, str, str]:
     return f"{what}: {words[0]}", words[1], "ratio"
 
 
-def _rank_rows(differences: Differences) -> Iterator[_Row]:
+def _list_rank_rows(differences: Differences) -> Iterator[_Row]:
     for rank, (busy, idle) in enumerate(zip(differences.busy, differences.idle, strict=True)):
         by = max(abs(busy.difference), abs(idle.difference))
-        yield by, [f"rank {rank}", *_numbers(busy), _ratio(busy), *_numbers(idle), _ratio(idle)]
+        yield by, [f"rank {rank}", *_format_numbers(busy), _format_ratio(busy), *_format_numbers(idle), _format_ratio(idle)]
 
 
-def _stage_rows(differences: Differences) -> Iterator[_Row]:
+def _list_stage_rows(differences: Differences) -> Iterator[_Row]:
     for stage in differences.lengths:
-        cells = [work_name(stage.work), str(stage.count), *_numbers(stage.mean), _ratio(stage.mean)]
+        cells = [work_name(stage.work), str(stage.count), *_format_numbers(stage.mean), _format_ratio(stage.mean)]
         yield abs(stage.mean.difference) * stage.count, cells
 
 
-def _channel_rows(differences: Differences) -> Iterator[_Row]:
+def _list_channel_rows(differences: Differences) -> Iterator[_Row]:
     for channel in differences.channels:
         name, held, travel = channel_name(channel.source, channel.target, channel.kind), channel.held, channel.travel
-        cells = [name, str(channel.count), *_numbers(held), *_numbers(travel), _ratio(travel)]
+        cells = [name, str(channel.count), *_format_numbers(held), *_format_numbers(travel), _format_ratio(travel)]
         yield abs(held.difference + travel.difference) * channel.count, cells
 
 
@@ -233,7 +251,7 @@ def _shorten(title: str, header: Sequence[str], all_rows: Iterator[_Row], whole:
 # Sentences ------------------------------------------------------------------------------------------------------------
 
 
-def _parting(differences: Differences, unit: str | None) -> Iterator[str]:
+def _describe_parting(differences: Differences, unit: str | None) -> Iterator[str]:
     share = format_percent(differences.tolerance)
     allowed = f"{format_number(differences.allowed)}{f' {unit}' if unit else ''} ({share} of the predicted makespan)"
     first = differences.first
@@ -242,10 +260,10 @@ def _parting(differences: Differences, unit: str | None) -> Iterator[str]:
         return
     yield f"first at {first.action} on rank {first.rank}: it ends at {_compare_numbers(first.end.measured, first.end.predicted)},"
     yield f"{format_number(abs(first.late))} too {'late' if first.late > 0 else 'early'}; all before it are within {allowed}"
-    yield from _reasons(first, differences.makespan.predicted)
+    yield from _list_reasons(first, differences.makespan.predicted)
 
 
-def _reasons(parting: Parting, whole: float) -> Iterator[str]:
+def _list_reasons(parting: Parting, whole: float) -> Iterator[str]:
     """The largest delays that made an action late."""
     worst = [total for total in totals(parting.way) if abs(total.added) > _SMALL * whole and total.what != SLACK]
     for total in worst[:MOST_DELAYS]:
@@ -255,7 +273,7 @@ def _reasons(parting: Parting, whole: float) -> Iterator[str]:
             yield f"{format_signed(total.added)}: {total.name}, {format_count(len(total.delays), 'time')} on the critical path"
 
 
-def _delays(differences: Differences) -> Iterator[TextSection]:
+def _describe_delays(differences: Differences) -> Iterator[TextSection]:
     """The parts of the difference of the makespans: by stage, channel and rank, then the largest one by one."""
     difference, least = differences.makespan.difference, _SMALL * differences.makespan.predicted
     all_totals = [total for total in totals(differences.way) if abs(total.added) > least]
@@ -294,11 +312,11 @@ def _compare_numbers(measured: float, predicted: float) -> str:
     return f"{format_number(measured)} instead of {format_number(predicted)}"
 
 
-def _numbers(both: Both) -> tuple[str, str]:
+def _format_numbers(both: Both) -> tuple[str, str]:
     return format_number(both.predicted), format_number(both.measured)
 
 
-def _ratio(both: Both) -> str:
+def _format_ratio(both: Both) -> str:
     if both.ratio is None:
         return "-"
     return f"{both.ratio:.3f}" if 0.1 <= both.ratio < 1000 else format_number(both.ratio)

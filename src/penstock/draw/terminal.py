@@ -9,9 +9,9 @@ from itertools import count, groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.draw.boxes import compute_boxes, find_most_held, main_class, optimizer_boxes, shares
+from penstock.draw.boxes import compute_boxes, find_most_held, list_optimizer_boxes, main_class, shares
 from penstock.draw.palette import GAP, OPTIMIZER, OVERLAP, TONES, Line, Piece, Tone, legend_lines, shade
-from penstock.draw.summary import format_memory, format_time, shape_of, summary_rows, title_of, unit_of
+from penstock.draw.summary import format_memory, format_time, list_summary_rows, memory_unit, shape_of, title_of, unit_of
 from penstock.ir.action import Action
 from penstock.ir.grid import Grid
 from penstock.ir.kind import COMPUTE
@@ -28,7 +28,7 @@ def grid_lines(grid: Grid, *, width: int | None = None, ranks: Sequence[int] | N
     `ranks` numbers the columns of the grid if they are not all ranks from 0 on.
     """
     label = len(str(max(grid.steps - 1, 0)))
-    cells = ([_piece(grid.cell(at, step)) for step in range(grid.steps)] for at in range(len(grid.columns)))
+    cells = ([_take_piece(grid.cell(at, step)) for step in range(grid.steps)] for at in range(len(grid.columns)))
     numbers = count() if ranks is None else ranks
     columns: list[list[Piece]] = [[(f"rank {rank}", None), *column] for rank, column in zip(numbers, cells, strict=False)]
     widths = [max(len(text) for text, _ in column) for column in columns]
@@ -46,7 +46,7 @@ def grid_legend(grid: Grid, *, width: int | None = None) -> Iterator[Line]:
     return legend_lines(((tone.sample, tone) for tone in tones), width=width)
 
 
-def _piece(action: Action | None) -> Piece:
+def _take_piece(action: Action | None) -> Piece:
     """One cell; overlapped actions are joined by `&`, which is a third of the length of their text form."""
     return ("", None) if action is None else ("&".join(map(str, action.parts)), TONES[action.kind])
 
@@ -89,7 +89,8 @@ def timeline_lines(timeline: Timeline, *, width: int | None = None, bars: str = 
     yield [("time".ljust(left) + "0" + format_time(timeline.makespan, unit).rjust(cells.columns - 1), None)]
     yield from ([(name.ljust(left), None), *row] for name, row in zip(names, cells.rows(ranks), strict=True))
     yield []
-    yield [("memory".ljust(left) + " " * cells.columns + "peak".rjust(right), None)]
+    memory = f"memory ({memory_unit(timeline)})" if memory_unit(timeline) else "memory"
+    yield [(memory.ljust(left + cells.columns)[: left + cells.columns] + "peak".rjust(right), None)]
     most = max(timeline.peak_memory)
     for rank, name, peak in zip(ranks, names, peaks, strict=True):
         yield [(name.ljust(left) + sparkline(find_most_held(timeline.memory(rank), cells.edges), most, bars) + peak.rjust(right), None)]
@@ -98,7 +99,7 @@ def timeline_lines(timeline: Timeline, *, width: int | None = None, bars: str = 
         yield [(f"1 in {ranks.step} of the {timeline.ranks} ranks is shown", None)]
     yield from legend_lines(cells.tones, width=width, first=f"{IDLE} idle")
     yield []
-    yield from format_table(summary_rows(timeline, unit), left=None)
+    yield from format_table(list_summary_rows(timeline, unit), left=None)
 
 
 def sparkline(held: NDArray[np.float64], most: float, bars: str = BARS) -> str:
@@ -122,7 +123,7 @@ class TimelineCells:
         self.edges = np.linspace(0.0, timeline.makespan, columns + 1)
         self._parts = compute_boxes(timeline)
         self._heads = np.flatnonzero(self._parts.part == 0)
-        rank, start, end = optimizer_boxes(timeline)
+        rank, start, end = list_optimizer_boxes(timeline)
         of_step = np.zeros(len(rank), dtype=np.int64)
         together: Flags = self._parts.parts[self._heads] > 1
         self.rank = np.concatenate((self._parts.rank[self._heads], rank))
@@ -141,13 +142,13 @@ class TimelineCells:
         if self._names_fit:
             order = np.argsort(self.rank, kind="stable")  # each optimizer's step after its rank's actions
             bounds = np.searchsorted(self.rank[order], np.arange(self.ranks + 1))
-            yield from (self._names(order[bounds[rank] : bounds[rank + 1]]) for rank in ranks)
+            yield from (self._choose_names(order[bounds[rank] : bounds[rank + 1]]) for rank in ranks)
         else:
-            grid = self._majority()
-            yield from (self._letters(grid[rank]) for rank in ranks)
+            grid = self._find_majority()
+            yield from (self._choose_letters(grid[rank]) for rank in ranks)
 
-    def _majority(self) -> Ints:
-        """What runs longest in each cell of each rank, as class x chunks + chunk; -1 for idle."""
+    def _find_majority(self) -> Ints:
+        """The kind of action that runs longest in each cell of each rank, as class x chunks + chunk; -1 for idle."""
         lane, shape = self.label * self.chunks + self.chunk, (self.ranks, len(LETTERS) * self.chunks)
         busy = shares(self.rank, lane, self.start, self.end, self.edges, shape=shape)
         by_class = busy.reshape(self.ranks, len(LETTERS), self.chunks, self.columns)
@@ -155,12 +156,12 @@ class TimelineCells:
         of_main = np.take_along_axis(by_class, np.maximum(main, 0)[:, None, None, :], axis=1)[:, 0]
         return np.where(main < 0, -1, main * self.chunks + of_main.argmax(axis=1))
 
-    def _letters(self, cells: Ints) -> list[Piece]:
+    def _choose_letters(self, cells: Ints) -> list[Piece]:
         """One letter per cell, equal neighbours in one piece."""
         row: list[Piece] = []
         for cell, run in groupby(cells.tolist()):
             letter = IDLE if cell < 0 else LETTERS[cell // self.chunks]
-            row.append((letter * len(list(run)), None if cell < 0 else self._tone(*divmod(cell, self.chunks))))
+            row.append((letter * len(list(run)), None if cell < 0 else self._choose_tone(*divmod(cell, self.chunks))))
         return row
 
     @cached_property
@@ -176,14 +177,14 @@ class TimelineCells:
         first, last = self._cell_bounds
         return bool((last - first >= np.pad(needed, (0, len(first) - len(needed)), constant_values=1)).all())
 
-    def _names(self, boxes: Ints) -> list[Piece]:
+    def _choose_names(self, boxes: Ints) -> list[Piece]:
         """Each box with its name at its left end."""
         first, last = self._cell_bounds
         row: list[Piece] = []
         at = 0
         for box in boxes.tolist():
             row += [(IDLE * int(first[box] - at), None)] if first[box] > at else []
-            row.append((self._name(box).ljust(int(last[box] - first[box])), self._tone(int(self.label[box]), int(self.chunk[box]))))
+            row.append((self._name(box).ljust(int(last[box] - first[box])), self._choose_tone(int(self.label[box]), int(self.chunk[box]))))
             at = last[box]
         return [*row, (IDLE * int(self.columns - at), None)] if at < self.columns else row
 
@@ -194,5 +195,5 @@ class TimelineCells:
         parts = range(head, head + int(self._parts.parts[head]))
         return "&".join(f"{LETTERS[int(self._parts.kind[part])]}{self._parts.name_unit(part)}" for part in parts)
 
-    def _tone(self, label: int, chunk: int) -> Tone:
+    def _choose_tone(self, label: int, chunk: int) -> Tone:
         return shade(CLASS_TONES[label], chunk, self.chunks) if label < _TOGETHER else CLASS_TONES[label]

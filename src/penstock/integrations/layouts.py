@@ -49,7 +49,7 @@ class Export:
     settings: dict[str, str]
     """The other arguments of that package that must agree with the layout."""
     notes: tuple[str, ...] = ()
-    """What else must agree, and what the package does otherwise than the plan says, one sentence each."""
+    """Other settings that must agree, and differences between the package and the plan, one sentence each."""
 
 
 # Kinds of layers ------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def _join_parts(names: Sequence[Sequence[str]], plan: Plan) -> list[list[str]]:
 
 def _count_layers(names: Sequence[Sequence[str]], parts: Sequence[Sequence[str]], profile: Profile) -> tuple[int, ...]:
     """The layers in each part: the reverse of `_join_parts`, for parts that hold all names in order."""
-    part_of = [part for part, held in enumerate(parts) for _ in held]
+    part_of = [part for part, layers in enumerate(parts) for _ in layers]
     counts, place, here = [0] * len(parts), 0, 0
     for layer, own in enumerate(names):
         spread = part_of[place : place + len(own)]
@@ -198,7 +198,7 @@ class MegatronLayout:
             raise PlacementError(
                 f"a layout begins with its only E, ends with its only L, and has m only behind the last t; it reads {letters}"
             )
-        predicting = [stage for stage, held in enumerate(self.stages) if MTP in held]
+        predicting = [stage for stage, layers in enumerate(self.stages) if MTP in layers]
         if len(predicting) > 1:
             raise PlacementError(f"Megatron wants all m in one stage, and they are in stages {', '.join(map(str, predicting))}")
         if predicting and predicting[0] < (chunks - 1) * ranks:
@@ -253,7 +253,7 @@ class _LayoutReader:
         if letter == "*":
             raise self._error("'*' repeats nothing: it stands behind one letter, or behind a group in parentheses")
         if letter not in "EtmL|":
-            raise self._error(f"{letter!r} is none of E (embedding), t (block), m (multi-token prediction), L (loss) and | (next stage)")
+            raise self._error(f"{letter!r} is not one of E (embedding), t (block), m (multi-token prediction), L (loss) and | (next stage)")
         self.at += 1
         return letter
 
@@ -314,7 +314,7 @@ def _separate(pieces: Sequence[str]) -> str:
     return text
 
 
-def _letters_of(kinds: str) -> list[list[str]]:
+def _write_letters(kinds: str) -> list[list[str]]:
     """Megatron's letters of each layer: layers of the embedding have one E together, those of the head one L."""
     letters = [[letter] for letter in kinds]
     for place in range(1, len(kinds)):
@@ -348,7 +348,7 @@ def write_megatron(plan: Plan, kinds: str | None = None) -> Export:
             f"{_WAY_OUT}"
         )
     kinds = _check_kinds(plan.profile, kinds)
-    layout = MegatronLayout(tuple(map("".join, _join_parts(_letters_of(kinds), plan))))
+    layout = MegatronLayout(tuple(map("".join, _join_parts(_write_letters(kinds), plan))))
     layout.check(ranks)
     order, group_size = _find_megatron_order(plan.schedule)
     settings = {"--pipeline-model-parallel-size": str(ranks), "--num-layers": str(layout.count(BLOCK))}
@@ -367,7 +367,7 @@ def write_megatron(plan: Plan, kinds: str | None = None) -> Export:
         )
     notes += [*_note_added_ends(kinds), *_note_order(plan, order)]
     if all(plan.recompute):
-        most = max(held.count(BLOCK) for held in layout.stages)
+        most = max(layers.count(BLOCK) for layers in layout.stages)
         settings |= {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": str(max(most, 1))}
     elif any(plan.recompute):
         stages = [str(stage) for stage, again in enumerate(plan.recompute) if again]
@@ -400,7 +400,7 @@ def read_megatron(
                 f"the layout has {layout.count(kind)} {name}, and the profile {kinds.count(kind)}: its layers are taken for "
                 f"{_shorten(kinds)}; take the profile of the same model, or say which layer is which with kinds= (--kinds)"
             )
-    partition = _count_layers(_letters_of(kinds), layout.stages, profile)
+    partition = _count_layers(_write_letters(kinds), layout.stages, profile)
     if len(partition) > ranks:
         group_size = ranks if group_size is None else group_size
         _check_group(ranks, microbatches, group_size)
@@ -478,7 +478,7 @@ TORCH_SCHEDULES = {
 _SCHEDULE, _CSV = "--parallelism.pipeline_parallel_schedule", "--parallelism.pipeline_parallel_schedule_csv"
 
 
-def _modules_of(kinds: str) -> list[list[str]]:
+def _list_modules(kinds: str) -> list[list[str]]:
     """torchtitan's modules of each layer. A head of two layers is the last norm and the projection, one of one layer is both."""
     first, last = ["tok_embeddings"], ["norm", "lm_head"]
     if MTP in kinds:
@@ -505,7 +505,7 @@ def write_torchtitan(plan: Plan, kinds: str | None = None) -> Export:
             f"torchtitan puts stages in a loop or in a V, and {plan.name} has a {placement.kind} placement: plan with schedules= that "
             f"torchtitan has, such as {', '.join(TORCH_SCHEDULES)}"
         )
-    parts = _join_parts(_modules_of(kinds), plan)
+    parts = _join_parts(_list_modules(kinds), plan)
     settings = {"--parallelism.pipeline_parallel_degree": str(placement.ranks), **_name_torch_schedule(plan)}
     notes = list(_note_added_ends(kinds))
     if _CSV in settings:
@@ -540,17 +540,20 @@ def read_torchtitan(
     """Read torchtitan's lists of module names, written as JSON, as a plan for a profile of the same layers."""
     parts = _parse_parts(text, source)
     chunks = _count_chunks(len(parts), ranks, "the list")
-    names = _modules_of(_check_kinds(profile, kinds))
-    wanted = [name for own in names for name in own]
-    listed = [(part, name) for part, held in enumerate(parts) for name in held]
+    names = _list_modules(_check_kinds(profile, kinds))
+    expected = [name for own in names for name in own]
+    listed = [(part, name) for part, names_in_part in enumerate(parts) for name in names_in_part]
     for place, (part, name) in enumerate(listed):
-        if place >= len(wanted) or name != wanted[place]:
-            due = repr(wanted[place]) if place < len(wanted) else "nothing"
+        if place >= len(expected) or name != expected[place]:
+            due = repr(expected[place]) if place < len(expected) else "nothing"
             raise PlacementError(
-                f"part {part} has {name!r} where {due} is due: the profile's {len(profile)} layers are {wanted[0]} to {wanted[-1]} in order"
+                f"part {part} has {name!r} where {due} is due: the profile's {len(profile)} layers "
+                f"are {expected[0]} to {expected[-1]} in order"
             )
-    if len(listed) < len(wanted):
-        raise PlacementError(f"{wanted[len(listed)]!r} is in no part: the profile's {len(profile)} layers are {wanted[0]} to {wanted[-1]}")
+    if len(listed) < len(expected):
+        raise PlacementError(
+            f"{expected[len(listed)]!r} is in no part: the profile's {len(profile)} layers are {expected[0]} to {expected[-1]}"
+        )
     partition = _count_layers(names, parts, profile)
     note = f"read from torchtitan's module names of {format_count(len(parts), 'part')}, {format_count(chunks, 'part')} per rank"
     return _build_plan(profile, partition, ranks=ranks, microbatches=microbatches, note=note)

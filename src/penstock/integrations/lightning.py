@@ -8,7 +8,7 @@ backward. Lightning wants the two apart, and clears gradients between them, so t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -16,10 +16,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.errors import IntegrationError, MissingExtraError
-from penstock.integrations.whole_model import gather_module_state, mesh_options
+from penstock.integrations.whole_model import (
+    StaleWeights,
+    check_optimizer,
+    gather_into_module,
+    gather_module_state,
+    gather_tensor,
+    mesh_options,
+    shard_like,
+)
 from penstock.runtime import Pipeline
 from penstock.runtime.batch.result import StepResult
-from penstock.runtime.checkpoint.training_state import ModelState, load_optimizer, optimizer_state
+from penstock.runtime.checkpoint.training_state import STATE, ModelState, keys_by_parameter, load_optimizer, optimizer_state
 
 try:
     from lightning.pytorch import Trainer
@@ -35,13 +43,32 @@ _OPTIMIZER = "penstock"
 class LightningPipeline(Pipeline):
     """A pipeline whose steps return a loss that still has to be run backward: `loss.backward()` adds the step's gradients, scaled."""
 
+    weights: StaleWeights | None = None
+    """What watches that the whole model is not used while it is trained."""
+
     def step(self, *args: Any, **kwargs: Any) -> StepResult:
-        with self._keep_gradients() as finish:
+        with self._run_stages(trains=True), self._keep_gradients() as finish:
             return finish(super().step(*args, **kwargs))
 
     def step_list(self, *args: Any, **kwargs: Any) -> StepResult:
-        with self._keep_gradients() as finish:
+        with self._run_stages(trains=True), self._keep_gradients() as finish:
             return finish(super().step_list(*args, **kwargs))
+
+    def eval_step(self, *args: Any, **kwargs: Any) -> StepResult:
+        with self._run_stages():
+            return super().eval_step(*args, **kwargs)
+
+    def infer(self, *args: Any, **kwargs: Any) -> Any:
+        with self._run_stages():
+            return super().infer(*args, **kwargs)
+
+    @contextmanager
+    def _run_stages(self, trains: bool = False) -> Iterator[None]:
+        """Let stages use the model that they are a part of."""
+        with nullcontext() if self.weights is None else self.weights.ignore():
+            yield
+        if trains and self.weights is not None:
+            self.weights.set()
 
     @contextmanager
     def _keep_gradients(self) -> Iterator[Callable[[StepResult], StepResult]]:
@@ -140,6 +167,7 @@ class PipelineStrategy(DDPStrategy):
         self.model = precision.convert_module(module)
         module.pipeline = self._pipeline = self._create_pipeline(module)
         if trainer.state.fn == TrainerFn.FITTING:
+            self._refuse_parameters_outside(module)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         precision.clip_grad_by_norm = lambda optimizer, clip_val: self.pipeline.clip_grad_norm_(clip_val)
@@ -162,10 +190,33 @@ class PipelineStrategy(DDPStrategy):
         pipeline = LightningPipeline(model, schedule=self._request, microbatches=self._microbatches, **options)
         for stage in pipeline.stages.values():
             stage.module.to(self.root_device)
+        advice = "call trainer.strategy.gather_model() on all processes, or load a checkpoint with load_from_checkpoint"
+        pipeline.weights = StaleWeights(pipeline, [model], advice)
         return pipeline
 
+    def gather_model(self) -> Any:
+        """Bring the weights of all ranks into the module on every process, and return it. All processes must call it."""
+        with self._weights.ignore():
+            gather_into_module(self.pipeline, self.module, self._prefix)
+        self._weights.clear()
+        return self.module
+
+    @property
+    def _weights(self) -> StaleWeights:
+        assert self.pipeline.weights is not None
+        return self.pipeline.weights
+
+    def _refuse_parameters_outside(self, module: Any) -> None:
+        inside = {id(parameter) for parameter in module.get_submodule(self._prefix.rstrip(".")).parameters()}
+        outside = [name for name, parameter in module.named_parameters() if parameter.requires_grad and id(parameter) not in inside]
+        if outside:
+            raise IntegrationError(
+                f"{type(module).__name__} has trainable parameters outside the layers of its pipeline, which get no gradients: "
+                f"{', '.join(outside)}; move them into {self._prefix.rstrip('.') or 'the model'}, or freeze them with requires_grad_(False)"
+            )
+
     def _refuse_settings(self) -> None:
-        if getattr(self.precision_plugin, "scaler", None) is not None:
+        if getattr(self.precision_plugin, "scaler", None) is not None or getattr(self.precision_plugin, "precision", "") == "16-mixed":
             raise IntegrationError("precision='16-mixed' has no meaning on a pipeline: use 'bf16-mixed', which needs no gradient scaler")
         if self._layer_sync is not None:
             raise IntegrationError("sync_batchnorm has no meaning on a pipeline: its statistics are those of each microbatch")
@@ -173,14 +224,9 @@ class PipelineStrategy(DDPStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Create the optimizers, which must hold this rank's parameters only."""
         super().setup_optimizers(trainer)
-        own = {id(parameter) for _, parameter in self.pipeline.named_parameters()}
-        others = {id(parameter) for parameter in self.module.get_submodule(self._prefix.rstrip(".")).parameters()} - own
+        model = self.module.get_submodule(self._prefix.rstrip("."))
         for optimizer in self.optimizers:
-            if any(id(parameter) in others for group in optimizer.param_groups for parameter in group["params"]):
-                raise IntegrationError(
-                    f"{type(optimizer).__name__} got parameters that other ranks update: give it self.pipeline.parameters() in "
-                    "configure_optimizers"
-                )
+            check_optimizer(optimizer, self.pipeline, model, "give it self.pipeline.parameters() in configure_optimizers")
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -191,16 +237,29 @@ class PipelineStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state dict of the whole module on the first process, which saves; empty on the others."""
-        return gather_module_state(self.pipeline, self.module, self._prefix, keep=self.is_global_zero)
+        with self._weights.ignore():
+            return gather_module_state(self.pipeline, self.module, self._prefix, keep=self.is_global_zero)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the state dict of the whole module on each rank, as shards if its layers are sharded already."""
+        if self._pipeline is None:
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        with self._weights.ignore():
+            targets = self.module.state_dict(keep_vars=True)
+        state = {name: shard_like(value, targets.get(name)) for name, value in checkpoint["state_dict"].items()}
+        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
+        self._weights.clear()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of all ranks' optimizers by parameter name, so that it can be loaded with any number of ranks."""
         names = ModelState.of(self.pipeline).list_first_names()
         state, aliases = optimizer_state(getattr(optimizer, "_optimizer", optimizer), names)
+        state = {key: gather_tensor(value) for key, value in state.items()}
         state |= {other: state[key] for key, others in aliases.items() for other in others}
         whole: dict[str, Any] = {}
-        for theirs in self.pipeline.gather("optimizer", state):
-            whole.update(theirs)
+        for share in self.pipeline.gather("optimizer", state):
+            whole.update(share)
         return {_OPTIMIZER: whole} if self.is_global_zero else {}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -211,4 +270,12 @@ class PipelineStrategy(DDPStrategy):
                     "the checkpoint's optimizer was saved by another strategy, by position and not by parameter name: load the weights "
                     "alone, with load_from_checkpoint"
                 )
-            load_optimizer(getattr(optimizer, "_optimizer", optimizer), names, state[_OPTIMIZER])
+            load_optimizer(getattr(optimizer, "_optimizer", optimizer), names, self._shard_state(state[_OPTIMIZER]))
+
+    def _shard_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of an optimizer, in shards for the parameters that are."""
+        names = ModelState.of(self.pipeline).list_first_names()
+        targets = {names[id(parameter)]: parameter for _, parameter in self.pipeline.local_parameters()}
+        keys = keys_by_parameter(state, targets, STATE)
+        sharded = {key: shard_like(state[key], targets[name]) for name, own in keys.items() for key in own.values()}
+        return {**state, **sharded}

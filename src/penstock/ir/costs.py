@@ -1,4 +1,15 @@
-"""The costs of an action: time, memory held and bytes sent."""
+"""The costs of an action: time, memory held and bytes sent.
+
+`Costs` is the one form in which the simulator, the verifier and the planner read them. A cost model has no base class: it is a function or
+record that makes `Costs`, or a `Profile` of layers, from which `planner.partition.stage_costs` makes them. Measured layers
+(`runtime.measure.profile`), estimates (`planner.profile.transformer`), whole jobs (`planner.job.layer_costs`), slices
+(`planner.profile.slices`) and lengths of samples (`planner.batches.lengths`) are such models. The contract:
+
+- it is asked when a problem is made, once for each partition, slice or batch; searches and simulations only read the numbers;
+- it depends on its arguments alone, so that every rank that plans by itself gets the same numbers;
+- numbers are finite and at least 0, in one unit of time and one of size;
+- `i` and `w` are the halves of a backward and `b` a full one; `activation` and `weight_stash` are held as `ir.memory_ledger` says.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +42,7 @@ CONTENTION = ("independent", "pair", "duplex", "rank")
 _TIMES = ("f", "i", "w", "b", "latency", "unshard", "reduce", "optimizer", "host_latency")
 _ONE_NUMBER = ("overlap", "latency", "bandwidth", "host_latency", "host_bandwidth", "host_link_shared")
 _OPTIONAL = ("b", "bandwidth", "host_bandwidth")
-_PER_ACTION = ("f", "i", "w", "b", "activation", "weight_stash", "output")
+_PER_ACTION = ("f", "i", "w", "b", "activation", "weight_stash", "kept", "kept_gradients", "output")
 
 
 @dataclass(frozen=True)
@@ -58,9 +69,15 @@ class Costs:
     latency: float = 0.0
     """Time of a message of size 0. A message occupies its link for the latency and for its size divided by the bandwidth."""
     activation: PerAction = 1.0
-    """Held from a microbatch's F to its I or B."""
+    """Held from a microbatch's F to its I or B, unless it is moved to the host in between."""
     weight_stash: PerAction = 0.0
     """Held from a microbatch's I to its W."""
+    kept: PerAction = 0.0
+    """What a slice keeps for later slices of its microbatch, such as keys and values. Held on the device from the slice's F to the I or B
+    of the microbatch's first slice; never moved to the host, and not part of the activation."""
+    kept_gradients: PerAction = 0.0
+    """The sum of gradients of what a slice keeps. Held from the I or B of the microbatch's last slice, which is the first to add to it, to
+    that of the slice itself. The last slice has no such sum."""
     overlap: float = 1.0
     """Time of actions that run together, as a share of their time one after the other."""
     output: PerAction = 0.0
@@ -147,6 +164,14 @@ class Costs:
             table[stage] = of_stage
         return table
 
+    def tabulate_held(self, stages: int, microbatches: int) -> NDArray[np.float64]:
+        """What every stage (row) holds of every microbatch or slice (column) from its F to its I or B, if nothing is moved to the host.
+
+        What slices keep is held for longer, and the sums of its gradients for less: this much is held in any order.
+        """
+        held = self.table("activation", stages, microbatches)
+        return held if self.kept == 0.0 else held + self.table("kept", stages, microbatches)
+
     def check(self, stages: int, microbatches: int) -> None:
         """Refuse sequences that do not fit these counts."""
         for field in fields(self):
@@ -190,7 +215,7 @@ class Costs:
     def to_json(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as plain data."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) != field.default}
-        return {name: _lists(value) for name, value in values.items()}
+        return {name: _to_lists(value) for name, value in values.items()}
 
     @classmethod
     def from_json(cls, data: Any) -> Costs:
@@ -228,8 +253,8 @@ def _permute(value: Any, order: Sequence[int]) -> Any:
     return tuple(tuple(row[k] for k in order) if isinstance(row, tuple) else row for row in value)
 
 
-def _lists(value: Any) -> Any:
-    return [_lists(item) for item in value] if isinstance(value, tuple) else value
+def _to_lists(value: Any) -> Any:
+    return [_to_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _is_valid(values: NDArray[np.float64]) -> bool:
@@ -249,3 +274,13 @@ def _check_value(name: str, value: Any, depth: int = 0) -> Any:
             raise CostsError(f"{name} must be a number, got {value!r}")
         return tuple(_check_value(f"{name}[{k}]", v, depth + 1) for k, v in enumerate(value))
     return check_number(name, value)
+
+
+def check_costs(costs: object) -> Costs:
+    """Give the costs, or the default ones for None; refuse anything else."""
+    if costs is None:
+        return Costs()
+    if isinstance(costs, Costs):
+        return costs
+    hint = " by keyword: penstock.Costs(**costs)" if isinstance(costs, dict) else ", like penstock.Costs(f=1.0, i=1.0, w=1.0)"
+    raise CostsError(f"costs must be a penstock.Costs, got {type(costs).__name__}: make one{hint}")

@@ -1,4 +1,4 @@
-"""Which action must come before which: the one home of the dependency rules.
+"""Dependencies between actions: the one home of their rules.
 
 - `F(s, m)` needs `F(t, m)` of every stage t that s reads.
 - `B` or `I(s, m)` needs `F(s, m)` and the input gradient, `B` or `I(t, m)`, of every stage t that reads s.
@@ -125,19 +125,19 @@ class Linker:
         local: list[Needs] = []
         data: list[Needs] = []
         missing: list[Missing] = []
-        self._stage_rules(local, missing)
+        self._list_stage_rules(local, missing)
         self._copy_rules(local, missing)
-        self._slice_rules(local, missing)
+        self._list_slice_rules(local, missing)
         for forward in (True, False):
-            self._edge_rule(forward, local, data, missing)
+            self._list_edge_rule(forward, local, data, missing)
         messages = self._send_rules(local, missing) if self.lowered else _join(Needs)
         retired = self._wait_rules(messages, local, missing) if self.lowered else _join(Needs)
-        self._reduction_rule(local, missing)
+        self._list_reduction_rule(local, missing)
         return Links(_join(Needs, local), _join(Needs, data), messages, retired, _join(Missing, missing))
 
     # The rules within a stage -----------------------------------------------------------------------------------------
 
-    def _stage_rules(self, local: list[Needs], missing: list[Missing]) -> None:
+    def _list_stage_rules(self, local: list[Needs], missing: list[Missing]) -> None:
         for kinds, table, maker in (((Kind.B, Kind.I), self._forwards, Kind.F), ((Kind.W,), self._gradients, Kind.I)):
             after = self._find_entries(*kinds)
             stage, microbatch = self.rows.stage[after], self.rows.microbatch[after]
@@ -160,7 +160,7 @@ class Linker:
             stage, unit = self.rows.stage[after], self.rows.microbatch[after]
             self._resolve(table[self._cell(stage, unit)], after, codes.pack(stage, int(maker), unit), local, missing)
 
-    def _slice_rules(self, local: list[Needs], missing: list[Missing]) -> None:
+    def _list_slice_rules(self, local: list[Needs], missing: list[Missing]) -> None:
         """Forwards of a microbatch's slices ascend on a stage, backwards descend."""
         slices = self.rows.slices
         if slices == 1:
@@ -173,7 +173,7 @@ class Linker:
 
     # The rules along an edge ------------------------------------------------------------------------------------------
 
-    def _edge_rule(self, forward: bool, local: list[Needs], data: list[Needs], missing: list[Missing]) -> None:
+    def _list_edge_rule(self, forward: bool, local: list[Needs], data: list[Needs], missing: list[Missing]) -> None:
         """Activations forward or gradients backward along every edge that touches the consumer's stage."""
         consumers = self._find_entries(Kind.F) if forward else self._find_entries(Kind.B, Kind.I)
         makers, maker_kind = (self._forwards, Kind.F) if forward else (self._gradients, Kind.I)
@@ -246,7 +246,7 @@ class Linker:
             send[along] = self._ends[kind][edge[along] * self.units + self.rows.microbatch[waits[along]]]
         return send
 
-    def _reduction_rule(self, local: list[Needs], missing: list[Missing]) -> None:
+    def _list_reduction_rule(self, local: list[Needs], missing: list[Missing]) -> None:
         """A WAIT_REDUCE_GRAD needs the REDUCE_GRAD of its stage on its own rank."""
         waits = self._find_entries(Kind.WAIT_REDUCE_GRAD)
         if not len(waits):
@@ -375,10 +375,10 @@ class Linker:
         keys = self.graph.edge_table @ (self.graph.stages, 1)
         if not len(keys):
             return np.full(len(one), -1, dtype=np.int64)
-        wanted = np.minimum(one, other) * self.graph.stages + np.maximum(one, other)
-        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        asked = np.minimum(one, other) * self.graph.stages + np.maximum(one, other)
+        at = np.minimum(np.searchsorted(keys, asked), len(keys) - 1)
         inside = (np.minimum(one, other) >= 0) & (np.maximum(one, other) < self.graph.stages)
-        return np.where((keys[at] == wanted) & inside, at, -1)
+        return np.where((keys[at] == asked) & inside, at, -1)
 
     def _crosses(self, one: Ints, other: Ints, microbatch: Ints) -> Flags:
         return np.not_equal(self.placement.ranks_of(one, microbatch), self.placement.ranks_of(other, microbatch))
@@ -410,9 +410,9 @@ def find_deliveries(links: Links, rows: Rows, *, sharing: bool = True) -> Delive
     `sharing` says whether any output has several readers; without, each pair of entries is a message.
     """
     before, after = links.data
-    begun, made = _makers(links, rows, sharing)
+    begun, makers = _find_message_makers(links, rows, sharing)
     if not sharing:
-        return _sort(Deliveries(begun[before], made[before], before, after, after, rows.stage[after]))
+        return _sort(Deliveries(begun[before], makers[before], before, after, after, rows.stage[after]))
     sends, forward = rows.is_kind(*SENDS)[before], rows.is_kind(Kind.F)[after]
     span, ranks = len(rows.codes), len(rows)
     key = np.where(sends, before, np.where(forward, before * ranks + rows.rank[after], (span + after) * ranks + rows.rank[before]))
@@ -423,7 +423,7 @@ def find_deliveries(links: Links, rows: Rows, *, sharing: bool = True) -> Delive
     before, after = before[order], after[order]
     first, last = (ends.reduceat(after, starts) for ends in (np.minimum, np.maximum))
     sent, peer = np.maximum.reduceat(before, starts), np.maximum.reduceat(rows.stage[after], starts)
-    return _sort(Deliveries(np.minimum.reduceat(begun[before], starts), made[sent], sent, first, last, peer))
+    return _sort(Deliveries(np.minimum.reduceat(begun[before], starts), makers[sent], sent, first, last, peer))
 
 
 def _sort(deliveries: Deliveries) -> Deliveries:
@@ -431,18 +431,18 @@ def _sort(deliveries: Deliveries) -> Deliveries:
     return Deliveries(*(column[order] for column in deliveries))
 
 
-def _makers(links: Links, rows: Rows, sharing: bool) -> Needs:
+def _find_message_makers(links: Links, rows: Rows, sharing: bool) -> Needs:
     """For each send, the first and the last entry that compute its data; any other entry is its own maker."""
     of_send = rows.is_kind(*SENDS)[links.local.after]
     maker, send = links.local.before[of_send], links.local.after[of_send]
-    made = np.arange(len(rows.codes))
+    makers = np.arange(len(rows.codes))
     if not sharing:
-        made[send] = maker
-        return Needs(made, made)
-    begun, order = made.copy(), np.argsort(maker, kind="stable")
-    made[send[order]] = maker[order]
+        makers[send] = maker
+        return Needs(makers, makers)
+    begun, order = makers.copy(), np.argsort(maker, kind="stable")
+    makers[send[order]] = maker[order]
     begun[send[order[::-1]]] = maker[order[::-1]]
-    return Needs(begun, made)
+    return Needs(begun, makers)
 
 
 def find_releases(rows: Rows) -> Needs:

@@ -1,4 +1,4 @@
-"""Which stage reads the output of which."""
+"""The graph of stages: which stage reads the output of which."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class StageGraph:
 
     @cached_property
     def _inputs(self) -> tuple[tuple[int, ...], ...]:
-        return self._neighbours([(b, a) for a, b in self.edges])
+        return self._list_neighbours([(b, a) for a, b in self.edges])
 
     @cached_property
     def _outputs(self) -> tuple[tuple[int, ...], ...]:
-        return self._neighbours(self.edges)
+        return self._list_neighbours(self.edges)
 
     @cached_property
     def edge_table(self) -> NDArray[np.int64]:
@@ -70,7 +70,7 @@ class StageGraph:
 
         return np.array(self.edges, dtype=np.int64).reshape(-1, 2)
 
-    def _neighbours(self, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+    def _list_neighbours(self, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
         lists: list[list[int]] = [[] for _ in range(self.stages)]
         for stage, other in pairs:
             lists[stage].append(other)

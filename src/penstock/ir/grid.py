@@ -50,14 +50,14 @@ class Grid:
         shown = range(self.steps) if steps is None else steps
         columns = range(len(self.columns)) if ranks is None else ranks
         header = ["", *(f"rank {rank}" for rank in columns)]
-        table = [header, *([str(step), *(_text(self.cell(rank, step)) for rank in columns)] for step in shown)]
+        table = [header, *([str(step), *(_write_cell(self.cell(rank, step)) for rank in columns)] for step in shown)]
         lines = list(format_table(table, left=range(1, len(header))))
         if mark is not None and mark in shown:
             lines[1 + shown.index(mark)] += "  <-- here"
         return "\n".join(lines)
 
 
-def _text(cell: Action | None) -> str:
+def _write_cell(cell: Action | None) -> str:
     return "" if cell is None else str(cell)
 
 

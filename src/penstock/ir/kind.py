@@ -1,4 +1,4 @@
-"""What an action does."""
+"""The kinds of actions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
 """What is held in memory from when to when: the one home of these rules.
 
-- An activation is held from the start of F to the end of I or B.
-  With slices this holds for each slice: its activation includes its keys and values, which later slices of the microbatch read, and the
-  room for their gradients. All uses lie between its F and its I or B, because forwards ascend through the slices and backwards descend.
+- An activation is held from the start of F to the end of I or B, of each slice if microbatches are cut.
+- What a slice keeps for later slices (keys and values) is held from the start of its F to the end of the I or B of the microbatch's first
+  slice, which is the last to run: the kept tensors of all slices lie in one memory. They stay on the device if the activation moves.
+- The sums of gradients of what is kept are held from the start of the I or B of the microbatch's last slice, which is the first to run and
+  adds to the sums of all earlier slices, to the end of the I or B of the slice itself.
 - An activation that is moved to the host is not held between the end of its OFFLOAD and the start of its RELOAD. The OFFLOAD ends where its
   rank waits for the copy (`dependencies.find_releases`): at the start of the first F behind the compute action that the copy runs beside,
   or of the RELOAD itself. The host holds it from the start of the OFFLOAD to the start of the I or B, which waits for the copy back.
@@ -51,7 +53,7 @@ class Lifetime(NamedTuple):
     """How long something is held: from the start or end of an action to the end of an action. `I` stands for any backward."""
 
     size: str
-    """What it is, as sizes are named."""
+    """Its name, as sizes are named."""
     begin: Kind
     when: When
     end: Kind
@@ -82,6 +84,32 @@ def net_changes(lifetimes: Iterable[Lifetime], sizes: Mapping[str, Any]) -> dict
     return changes
 
 
+class KeptSizes(NamedTuple):
+    """What changes beside activations and stashes, for every stage (row) and microbatch or slice (column)."""
+
+    taken: Floats
+    """When an F starts: what its slice keeps."""
+    opened: Floats
+    """When an I or B starts: the sums of gradients of all other slices, if its slice is the microbatch's last."""
+    freed: Floats
+    """When an I or B ends: the sum of its own slice, and what all slices have kept if it is the microbatch's first."""
+
+
+def tabulate_kept(costs: Costs, stages: int, units: int, slices: int) -> KeptSizes:
+    """What slices keep for later ones and the sums of its gradients."""
+    kept, sums = (costs.table(name, stages, units) for name in ("kept", "kept_gradients"))
+    number = np.arange(units) % slices
+    sums[:, number == slices - 1] = 0.0
+    opened = np.where(number == slices - 1, _sum_slices(sums, slices), 0.0)
+    return KeptSizes(kept, opened, sums + np.where(number == 0, _sum_slices(kept, slices), 0.0))
+
+
+def _sum_slices(sizes: Floats, slices: int) -> Floats:
+    """For each slice, the sum over all slices of its microbatch."""
+    stages, units = sizes.shape
+    return np.repeat(sizes.reshape(stages, units // slices, slices).sum(axis=2), slices, axis=1)
+
+
 # A schedule or program -------------------------------------------------------------------------------------------------
 
 
@@ -106,7 +134,7 @@ def list_changes(table: Table, costs: Costs) -> Changes:
 
 def _list_stage_changes(table: Table, costs: Costs) -> list[Changes]:
     """Activations, stashes and parameters: changes that a kind of action makes by itself."""
-    activation, stash = (_sizes(costs, table, name) for name in ("activation", "weight_stash"))
+    activation, stash = (_read_sizes(costs, table, name) for name in ("activation", "weight_stash"))
     parameters = np.array(costs.per_stage("parameters", table.stages))[:, None] * np.ones(table.units)
     activations = [
         (_ACTIVATIONS, (Kind.F,), When.START, activation),
@@ -120,10 +148,23 @@ def _list_stage_changes(table: Table, costs: Costs) -> list[Changes]:
     ]
     rows, inside = table.rows, _find_inside(table)
     changes = []
-    for category, kinds, when, sizes in (activations if table.training else []) + gathered:
+    for category, kinds, when, sizes in (activations + _list_kept(table, costs) if table.training else []) + gathered:
         entries = np.flatnonzero(rows.is_kind(*kinds) & inside)
-        changes.append(_changes(category, entries, when, sizes[rows.stage[entries], rows.microbatch[entries]]))
+        changes.append(_list_changes(category, entries, when, sizes[rows.stage[entries], rows.microbatch[entries]]))
     return changes + _list_moves(table, activation)
+
+
+def _list_kept(table: Table, costs: Costs) -> list[tuple[int, tuple[Kind, ...], When, Floats]]:
+    """What slices keep for later ones, and the sums of its gradients."""
+    if costs.kept == 0.0 and costs.kept_gradients == 0.0:
+        return []
+    taken, opened, freed = tabulate_kept(costs, table.stages, table.units, table.slices)
+    backwards = Kind.B, Kind.I
+    return [
+        (_ACTIVATIONS, (Kind.F,), When.START, taken),
+        (_ACTIVATIONS, backwards, When.START, opened),
+        (_ACTIVATIONS, backwards, When.END, -freed),
+    ]
 
 
 def _list_moves(table: Table, activation: Floats) -> list[Changes]:
@@ -132,18 +173,18 @@ def _list_moves(table: Table, activation: Floats) -> list[Changes]:
     moved, released = moved[inside[moved]], released[inside[moved]]
     back = np.flatnonzero(rows.is_kind(Kind.RELOAD) & inside)
     return [
-        _changes(_ACTIVATIONS, released, When.START, -activation[rows.stage[moved], rows.microbatch[moved]]),
-        _changes(_ACTIVATIONS, back, When.START, activation[rows.stage[back], rows.microbatch[back]]),
+        _list_changes(_ACTIVATIONS, released, When.START, -activation[rows.stage[moved], rows.microbatch[moved]]),
+        _list_changes(_ACTIVATIONS, back, When.START, activation[rows.stage[back], rows.microbatch[back]]),
     ]
 
 
 def list_host_changes(table: Table, costs: Costs) -> Changes:
     """Every change of the host memory that holds activations of a rank."""
-    rows, local, activation = table.rows, table.links.local, _sizes(costs, table, "activation")
+    rows, local, activation = table.rows, table.links.local, _read_sizes(costs, table, "activation")
     taken = np.flatnonzero(rows.is_kind(Kind.OFFLOAD) & _find_inside(table))
     free = local.after[rows.is_kind(Kind.RELOAD)[local.before] & rows.is_kind(Kind.B, Kind.I)[local.after]]
     parts = [
-        _changes(_ACTIVATIONS, entries, When.START, sign * activation[rows.stage[entries], rows.microbatch[entries]])
+        _list_changes(_ACTIVATIONS, entries, When.START, sign * activation[rows.stage[entries], rows.microbatch[entries]])
         for entries, sign in ((taken, 1.0), (free, -1.0))
     ]
     return Changes(*(np.concatenate([getattr(part, name) for part in parts]) for name in Changes._fields))
@@ -155,7 +196,7 @@ def _find_inside(table: Table) -> Flags:
 
 def _list_message_changes(table: Table, costs: Costs) -> list[Changes]:
     """Received messages until their last use, sums of gradients until their last part, sent messages until their wait."""
-    rows, deliveries, output = table.rows, table.deliveries, _sizes(costs, table, "output")
+    rows, deliveries, output = table.rows, table.deliveries, _read_sizes(costs, table, "output")
     if table.lowered:
         local = table.links.local
         used = np.flatnonzero(rows.is_kind(*RECEIVES)[local.before])
@@ -172,30 +213,30 @@ def _list_message_changes(table: Table, costs: Costs) -> list[Changes]:
         lower = np.minimum(rows.stage[deliveries.sent], rows.stage[begin])
     size = output[lower, rows.microbatch[begin]]
     sums = np.flatnonzero(deliveries.begun != deliveries.made)
-    begun, made = deliveries.begun[sums], deliveries.made[sums]
+    begun, makers = deliveries.begun[sums], deliveries.made[sums]
     partial = output[deliveries.peer[sums], rows.microbatch[begun]]
     waits = np.flatnonzero(rows.is_kind(*SEND_WAITS)[table.links.local.after])
     send, wait = table.links.local.before[waits], table.links.local.after[waits]
-    kept = output[np.minimum(rows.stage[send], peer_stages(rows)[send]), rows.microbatch[send]]
+    sizes = output[np.minimum(rows.stage[send], peer_stages(rows)[send]), rows.microbatch[send]]
     return [
-        _changes(_RECEIVE_BUFFERS, begin, when, size),
-        _changes(_RECEIVE_BUFFERS, last, When.END, -size),
-        _changes(_RECEIVE_BUFFERS, begun, When.END, partial),
-        _changes(_RECEIVE_BUFFERS, made, When.END, -partial),
-        _changes(_RECEIVE_BUFFERS, send, When.START, kept),
-        _changes(_RECEIVE_BUFFERS, wait, When.END, -kept),
+        _list_changes(_RECEIVE_BUFFERS, begin, when, size),
+        _list_changes(_RECEIVE_BUFFERS, last, When.END, -size),
+        _list_changes(_RECEIVE_BUFFERS, begun, When.END, partial),
+        _list_changes(_RECEIVE_BUFFERS, makers, When.END, -partial),
+        _list_changes(_RECEIVE_BUFFERS, send, When.START, sizes),
+        _list_changes(_RECEIVE_BUFFERS, wait, When.END, -sizes),
     ]
 
 
-def _sizes(costs: Costs, table: Table, name: str) -> Floats:
+def _read_sizes(costs: Costs, table: Table, name: str) -> Floats:
     return costs.table(name, table.stages, table.units)
 
 
-def _changes(category: int, entries: Ints, when: When, size: Floats) -> Changes:
+def _list_changes(category: int, entries: Ints, when: When, size: Floats) -> Changes:
     return Changes(np.full(len(entries), category), entries, np.full(len(entries), int(when)), size)
 
 
 def sum_static(table: Table, costs: Costs) -> Floats:
-    """What each rank holds all the time."""
+    """The memory that each rank holds all the time."""
     sharded = table.rows.is_kind(Kind.UNSHARD, Kind.RESHARD).any()
     return costs.per_rank("shard" if sharded else "parameters", table.placement)

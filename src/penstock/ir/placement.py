@@ -1,4 +1,4 @@
-"""Which rank holds which stage."""
+"""Placements: which rank holds which stage."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PlacementError
 from penstock.ir.codes import MAX_STAGES
+from penstock.text.numbers import format_count
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,12 +48,12 @@ class Placement:
     @classmethod
     def v(cls, ranks: int) -> Placement:
         """Down the ranks and up again: rank r holds stages r and 2 ranks - 1 - r."""
-        return cls._build("v", ranks, [_waves(ranks, 1)])
+        return cls._build("v", ranks, [_list_waves(ranks, 1)])
 
     @classmethod
     def wave(cls, ranks: int, waves: int) -> Placement:
         """The V, repeated: 2 x waves chunks per rank."""
-        return cls._build("wave", ranks, [_waves(ranks, waves)])
+        return cls._build("wave", ranks, [_list_waves(ranks, waves)])
 
     @classmethod
     def bidirectional(cls, ranks: int) -> Placement:
@@ -95,11 +96,11 @@ class Placement:
 
     @cached_property
     def _held(self) -> tuple[tuple[int, ...], ...]:
-        held: list[dict[int, None]] = [{} for _ in range(self.ranks)]
+        stages: list[dict[int, None]] = [{} for _ in range(self.ranks)]
         for copy in self.copies:
             for stage, rank in enumerate(copy):
-                held[rank][stage] = None
-        return tuple(map(tuple, held))
+                stages[rank][stage] = None
+        return tuple(map(tuple, stages))
 
     @cached_property
     def _table(self) -> NDArray[np.int64]:
@@ -126,7 +127,7 @@ class Placement:
 
     def describe(self) -> str:
         """One line: `v, 4 ranks, 8 stages`."""
-        return f"{self.kind}, {self.ranks} ranks, {self.stages} stages"
+        return f"{self.kind}, {format_count(self.ranks, 'rank')}, {format_count(self.stages, 'stage')}"
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "ranks": self.ranks, "copies": [list(copy) for copy in self.copies]}
@@ -136,7 +137,7 @@ class Placement:
         return recognise(cls.custom(*data["copies"], ranks=data["ranks"]))
 
 
-def _waves(ranks: int, waves: int) -> list[int]:
+def _list_waves(ranks: int, waves: int) -> list[int]:
     down = list(range(ranks))
     return (down + down[::-1]) * waves
 

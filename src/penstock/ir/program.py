@@ -87,10 +87,10 @@ class Program(Table):
 
     def changed(self, **fields: Any) -> Program:
         """The same program with other `rows`, `passes`, `buffers` or `lowered`; new rows drop the buffers counted for the old ones."""
-        kept = {"rows": self.rows, "passes": self.passes, "lowered": self.lowered, "slices": self.slices}
+        values = {"rows": self.rows, "passes": self.passes, "lowered": self.lowered, "slices": self.slices}
         if "rows" not in fields:
-            kept["buffers"] = self.buffers
-        return Program(placement=self.placement, microbatches=self.microbatches, graph=self.graph, name=self.name, **{**kept, **fields})
+            values["buffers"] = self.buffers
+        return Program(placement=self.placement, microbatches=self.microbatches, graph=self.graph, name=self.name, **{**values, **fields})
 
     def schedule(self) -> Schedule:
         """The compute actions, and the copies of activations to the host and back."""

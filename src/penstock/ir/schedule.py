@@ -1,4 +1,4 @@
-"""Who computes what, and in which order."""
+"""Schedules: the order in which each rank computes."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ def _list_successors(rows: Rows, waits: Needs, lag: Ints | None) -> tuple[Ints, 
     """
     num_groups = int(rows.group_offsets[-1])
     before, after = rows.group[waits.before], rows.group[waits.after]
-    held = (rows.rank[waits.before] == rows.rank[waits.after]) & (before < after)
-    open_ = ~held  # an order on one rank holds by itself, unless it is the wrong way round
+    in_order = (rows.rank[waits.before] == rows.rank[waits.after]) & (before < after)
+    open_ = ~in_order  # an order on one rank holds by itself, unless it is the wrong way round
     before, after = before[open_], after[open_]
     lags = np.ones(len(before), dtype=np.int64) if lag is None else lag[open_]
     order = np.argsort(before, kind="stable")

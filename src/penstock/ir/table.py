@@ -8,7 +8,7 @@ from functools import cached_property
 from os import PathLike
 from typing import Any, Self
 
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, ScheduleTypeError
 from penstock.ir.action import Action, unpack_row
 from penstock.ir.codes import MAX_MICROBATCHES
 from penstock.ir.dependencies import Deliveries, Linker, Links, find_deliveries
@@ -16,6 +16,7 @@ from penstock.ir.graph import StageGraph
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Ints, Rows, pack_rows
+from penstock.text.numbers import format_count
 
 
 class Table(ABC):
@@ -127,8 +128,8 @@ class Table(ABC):
         """Whether the rows and ranks are the same; names do not count."""
         if type(other) is not type(self) or not isinstance(other, Table):
             return NotImplemented
-        mine, others = ((table.placement.copies, table.graph, table.microbatches, table.slices) for table in (self, other))
-        return mine == others and self.ranks == other.ranks and self.rows == other.rows
+        own, others = ((table.placement.copies, table.graph, table.microbatches, table.slices) for table in (self, other))
+        return own == others and self.ranks == other.ranks and self.rows == other.rows
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -139,7 +140,7 @@ class Table(ABC):
     def describe(self) -> str:
         """One line: `v, 4 ranks, 8 stages, 6 microbatches`, and the slices if there are any."""
         slices = f" of {self.slices} slices" if self.slices > 1 else ""
-        return f"{self.placement.describe()}, {self.microbatches} microbatches{slices}"
+        return f"{self.placement.describe()}, {format_count(self.microbatches, 'microbatch')}{slices}"
 
     def _check_rank(self, rank: int) -> int:
         if not -self.ranks <= rank < self.ranks:
@@ -153,7 +154,11 @@ class Table(ABC):
         return Grid.spaced(self).text(mark=mark, steps=steps)
 
     def to_csv(self, path: str | PathLike[str]) -> None:
-        """Write PyTorch's CSV form: one row per rank, one cell per action. Of the stage graph it has only the edges that messages name."""
+        """Write PyTorch's CSV form: one row per rank, one cell per action. Of the stage graph it has only the edges that messages name.
+
+        `penstock.load` reads every such file back. PyTorch has no placements with two copies of a model, no edges that skip stages and no
+        copies to host memory: it refuses or misreads a file with those, and the commands refuse to write one.
+        """
         from penstock.ir.formats.csv_form import write_csv
 
         write_csv(self, path)
@@ -163,6 +168,23 @@ class Table(ABC):
         from penstock.ir.formats.json_form import encode
 
         return encode(self)
+
+
+def check_table(value: object, function: str) -> None:
+    """Refuse anything but a schedule or program as the argument of a function."""
+    if isinstance(value, Table):
+        return
+    hint = ""
+    if isinstance(value, str | PathLike):
+        is_file = str(value).lower().endswith((".csv", ".json"))
+        hint = (
+            f": load the file, penstock.load({str(value)!r})"
+            if is_file
+            else f": build it, penstock.schedule({value!r}, ranks, microbatches)"
+        )
+    elif isinstance(getattr(value, "schedule", None), Table):
+        hint = f": take the schedule of the {type(value).__name__}, its .schedule"
+    raise ScheduleTypeError(f"{function} takes a Schedule or a Program, got {type(value).__name__}{hint}")
 
 
 def check_counts(placement: Placement, microbatches: int, slices: int) -> None:

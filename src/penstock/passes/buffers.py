@@ -33,17 +33,17 @@ class Buffers(Pass):
     def apply(self, program: Program) -> Program:
         if not program.lowered:
             raise PassError("the program has no messages yet: run the pass 'send-receive' first")
-        return self._record(program, buffers=BufferCounts(*stage_slots(program), self._channels(program)))
+        return self._record(program, buffers=BufferCounts(*count_stage_slots(program), self._count_channels(program)))
 
-    def _channels(self, program: Program) -> dict[tuple[int, int, Kind], int]:
-        counts = channel_slots(program)
+    def _count_channels(self, program: Program) -> dict[tuple[int, int, Kind], int]:
+        counts = count_channel_slots(program)
         return counts if self.slots is None else dict.fromkeys(counts, self.slots)
 
 
 StageSlots = tuple[dict[int, int], ...]
 
 
-def stage_slots(program: Program) -> tuple[StageSlots, StageSlots]:
+def count_stage_slots(program: Program) -> tuple[StageSlots, StageSlots]:
     """For each rank and stage the inputs and the output gradients alive at once."""
     rows = program.rows
     ends = rows.is_kind(Kind.B, Kind.I) if program.training else rows.is_kind(Kind.F)
@@ -51,8 +51,8 @@ def stage_slots(program: Program) -> tuple[StageSlots, StageSlots]:
     inputs = np.flatnonzero(rows.is_kind(Kind.F))
     starts = _find_arrivals(program, inputs, rows.is_kind(Kind.RECV_F))
     activations = _count_alive(program, starts, rows.stage[inputs], rows.group_starts[uses], rows.stage[uses])
-    made, used = _gradients(program)
-    gradients = _count_alive(program, made, rows.stage[used], rows.group_starts[used], rows.stage[used])
+    makers, users = _find_gradients(program)
+    gradients = _count_alive(program, makers, rows.stage[users], rows.group_starts[users], rows.stage[users])
     return activations, gradients
 
 
@@ -65,7 +65,7 @@ def _find_arrivals(program: Program, inputs: Ints, received: np.ndarray) -> Ints
     return at[inputs]
 
 
-def _gradients(program: Program) -> tuple[Ints, Ints]:
+def _find_gradients(program: Program) -> tuple[Ints, Ints]:
     """Each output gradient's first arrival on its rank, and the backward that uses it."""
     links, rows = program.links, program.rows
     before, after = links.local
@@ -93,7 +93,7 @@ def _count_alive(program: Program, start: Ints, start_stage: Ints, end: Ints, en
     return most
 
 
-def channel_slots(program: Program) -> dict[tuple[int, int, Kind], int]:
+def count_channel_slots(program: Program) -> dict[tuple[int, int, Kind], int]:
     """Per channel, the most messages that can be sent and not yet used, however long the actions take.
 
     A sender knows that a message was used when it has itself used a message that the receiver sent afterwards.
@@ -128,6 +128,6 @@ def _find_known(program: Program, sends: Ints, uses: Ints) -> Ints:
     order = np.argsort(heard)
     back = (target * len(rows) + source)[order]
     latest = np.maximum.accumulate(back * span + sends[order]) % span
-    wanted = source * len(rows) + target
-    at = np.searchsorted(heard[order], wanted * span + sends) - 1
-    return np.where((at >= 0) & (back[at] == wanted), latest[at], -1)
+    back_channel = source * len(rows) + target
+    at = np.searchsorted(heard[order], back_channel * span + sends) - 1
+    return np.where((at >= 0) & (back[at] == back_channel), latest[at], -1)

@@ -8,6 +8,7 @@ from penstock.ir.action import Action
 from penstock.ir.program import Program
 from penstock.ir.rows import Rows
 from penstock.ir.schedule import Schedule
+from penstock.ir.table import check_table
 from penstock.passes.base import Pass
 from penstock.passes.buffers import Buffers
 from penstock.passes.merge_backward import MergeBackward
@@ -72,6 +73,7 @@ def lower(
     rank has more than `max_outstanding_sends` sends that it has not waited for, and `defer_reduce_grad_wait` waits for a reduction only
     before the rank's next one, or at the end. With `reduce_at_end` a rank's gradients are reduced after all its other actions.
     """
+    check_table(schedule, "lower")
     passes = lowering(
         fsdp=fsdp,
         merge_backward=merge_backward,
@@ -94,6 +96,7 @@ def lower_rank(
 
     Only `paired` receives, whose places depend on every rank, take the whole pipeline's time.
     """
+    check_table(schedule, "lower_rank")
     if receive == "paired":
         return lower(schedule, fsdp=fsdp, merge_backward=merge_backward, receive=receive)[rank]
     program = _keep_around(schedule, rank)

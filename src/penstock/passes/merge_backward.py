@@ -28,15 +28,15 @@ class MergeBackward(Pass):
     def apply(self, program: Program) -> Program:
         check_stages(self.name, self.stages, program)
         rows = program.rows
-        inputs, weights = _pair_anywhere(rows, program) if self.apart else _neighbours(rows)
-        wanted = is_within(self.stages, rows.stage[inputs])
+        inputs, weights = _pair_anywhere(rows, program) if self.apart else _pair_neighbours(rows)
+        allowed = is_within(self.stages, rows.stage[inputs])
         keep = np.ones(len(rows.codes), dtype=np.bool_)
-        keep[weights[wanted]] = False
-        merged = Rows(change_kind(rows.codes, inputs[wanted], Kind.B), rows.offsets)
+        keep[weights[allowed]] = False
+        merged = Rows(change_kind(rows.codes, inputs[allowed], Kind.B), rows.offsets)
         return self._record(program, rows=merged.keep(keep))
 
 
-def _neighbours(rows: Rows) -> tuple[Ints, Ints]:
+def _pair_neighbours(rows: Rows) -> tuple[Ints, Ints]:
     compute = np.flatnonzero(rows.is_kind(*COMPUTE))
     here, there = compute[:-1], compute[1:]
     match = (rows.kind[here] == Kind.I) & (rows.kind[there] == Kind.W) & (rows.rank[here] == rows.rank[there])

@@ -11,6 +11,7 @@ from penstock.ir import codes
 from penstock.ir.kind import COMPUTE, COPIES, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Ints, Rows, find_first
+from penstock.ir.schedule import Schedule
 from penstock.passes.base import Pass, Stages, check_stages, is_within
 from penstock.text.units import check_count
 
@@ -48,14 +49,14 @@ class Offload(Pass):
         if isinstance(self.share, tuple) and len(self.share) != program.ranks:
             raise PassError(f"share of pass offload has {len(self.share)} percentages for {program.ranks} ranks: give one, or one per rank")
         lives = _Lives.of(program, self.ahead)
-        chosen = lives.choose(self._budgets(program, lives))
+        chosen = lives.choose(self._share_budgets(program, lives))
         forward, reload = lives.forward[chosen], lives.reload[chosen]
         stage, unit, rank = rows.stage[forward], rows.microbatch[forward], rows.rank[forward]
         before = np.concatenate((rows.group_ends[forward], reload))
         entries = np.concatenate([codes.pack(stage, int(kind), unit) for kind in COPIES])
         return self._record(program, rows=rows.insert(before, entries, np.tile(rank, 2), np.tile(forward, 2)).cut_into(program.slices))
 
-    def _budgets(self, program: Program, lives: _Lives) -> list[tuple[Ints, int]]:
+    def _share_budgets(self, program: Program, lives: _Lives) -> list[tuple[Ints, int]]:
         """The activations that compete with each other, and how many of them may move."""
         rows, stage, rank = program.rows, program.rows.stage[lives.forward], program.rows.rank[lives.forward]
         forwards = np.flatnonzero(rows.is_kind(Kind.F))
@@ -66,6 +67,18 @@ class Offload(Pass):
             (np.flatnonzero((rank == number) & competing), share * count // 100)
             for number, (share, count) in enumerate(zip(shares, counts, strict=True))
         ]
+
+
+def move_activations(schedule: Schedule, offload: Offload) -> Schedule:
+    """The schedule with the copies that the pass adds, for any number of microbatches that it can be built for."""
+    moved = offload.apply(Program.start(schedule))
+    remake = schedule.remake
+    changed = Schedule.from_rows(
+        moved.rows, schedule.placement, schedule.microbatches, graph=schedule.graph, name=schedule.name, slices=schedule.slices
+    )
+    changed.options = schedule.options
+    changed.remake = None if remake is None else lambda microbatches: move_activations(remake(microbatches), offload)
+    return changed
 
 
 @dataclass(frozen=True)

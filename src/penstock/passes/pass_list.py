@@ -47,7 +47,7 @@ class PassList:
             match = _ONE.match(text, position)
             if match is None or text[match.end() : match.end() + 1] not in ("", ","):
                 raise PassError(f"{text!r} is not a list of passes, at {text[position:]!r}: write name,name{{option=value}}")
-            passes.append(pass_class(match[1]).from_options(_options(match[1], match[2] or "")))
+            passes.append(pass_class(match[1]).from_options(_read_options(match[1], match[2] or "")))
             position = match.end() + 1
         if text.endswith(","):
             raise PassError(f"{text!r} is not a list of passes: it ends in a comma")
@@ -67,7 +67,7 @@ class PassList:
         return ",".join(map(str, self.passes))
 
 
-def _options(name: str, text: str) -> dict[str, str]:
+def _read_options(name: str, text: str) -> dict[str, str]:
     options: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (piece.strip() for piece in part.partition("="))
@@ -78,7 +78,7 @@ def _options(name: str, text: str) -> dict[str, str]:
 
 
 _CLASSES: tuple[type[Pass], ...] = (SplitBackward, MergeBackward, Offload, Shard, ReduceGrad, SendReceive, Receive, WaitSend, Buffers)
-_BY_NAME = {each.name: each for each in _CLASSES}
+_BY_NAME = {kind.name: kind for kind in _CLASSES}
 
 
 def passes() -> dict[str, str]:

@@ -82,7 +82,7 @@ def place_receives(sent: Program, place: Placing) -> Rows:
     messages = _Receives.of(linker)
     if place == "paired":
         return _pair(sent, linker, messages)
-    return _ahead(sent.rows, messages, 0 if place == "just-in-time" else int(place))
+    return _place_ahead(sent.rows, messages, 0 if place == "just-in-time" else int(place))
 
 
 @dataclass(frozen=True)
@@ -110,16 +110,16 @@ class _Receives:
         return cls(send[there], code[there], rank[there], use[there], channel[there])
 
 
-def _ahead(rows: Rows, messages: _Receives, depth: int) -> Rows:
+def _place_ahead(rows: Rows, messages: _Receives, depth: int) -> Rows:
     """Each receive `depth` compute actions before its use, and never behind a later message of its channel."""
     starts = np.unique(rows.group_starts[np.flatnonzero(rows.is_kind(*COMPUTE))])
     turn = np.searchsorted(starts, rows.group_starts[messages.use])
     first = np.searchsorted(starts, rows.offsets[messages.rank])
-    wanted = starts[np.maximum(turn - depth, first)]
+    places = starts[np.maximum(turn - depth, first)]
     order = np.argsort(messages.channel, kind="stable")
-    before = np.empty(len(wanted), dtype=np.int64)
-    before[order] = _find_least_to_come(wanted[order], messages.channel[order])
-    tie = np.empty(len(wanted), dtype=np.int64)
+    before = np.empty(len(places), dtype=np.int64)
+    before[order] = _find_least_to_come(places[order], messages.channel[order])
+    tie = np.empty(len(places), dtype=np.int64)
     tie[order] = np.arange(len(order))
     return rows.insert(before, messages.code, messages.rank, tie)
 

@@ -43,15 +43,15 @@ def add_sends(program: Program) -> Program:
     """The program with its sends and no receives yet."""
     rows = program.rows
     if rows.is_kind(*SENDS, *RECEIVES).any():
-        raise PassError("the program has sends or receives already; use the pass 'receive' to place its receives anew")
+        raise PassError("the program has sends or receives already; use the pass 'receive' to place its receives again")
     linker = program.linker
-    sends = [_sends(linker, Kind.SEND_F), _sends(linker, Kind.SEND_B)]
+    sends = [_list_sends(linker, Kind.SEND_F), _list_sends(linker, Kind.SEND_B)]
     entries, makers = (np.concatenate(column) for column in zip(*sends, strict=True))
     added: Rows = rows.insert(rows.group_ends[makers], entries, rows.rank[makers], tie=makers)
     return program.changed(rows=added)
 
 
-def _sends(linker: Linker, kind: Kind) -> tuple[Ints, Ints]:
+def _list_sends(linker: Linker, kind: Kind) -> tuple[Ints, Ints]:
     """The code of each send of this kind, and the entry that makes its data: of a sum, the last that adds to it."""
     rows, graph, placement = linker.rows, linker.graph, linker.placement
     forward = kind is Kind.SEND_F
@@ -77,5 +77,5 @@ def _sends(linker: Linker, kind: Kind) -> tuple[Ints, Ints]:
         return code, maker
     order = np.lexsort((maker, code))
     last = np.append(code[order][1:] != code[order][:-1], True)[: len(code)]
-    kept = np.sort(order[last])
-    return code[kept], maker[kept]
+    edges = np.sort(order[last])
+    return code[edges], maker[edges]

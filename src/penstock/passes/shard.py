@@ -19,7 +19,7 @@ from penstock.text.units import check_count
 
 @dataclass(frozen=True)
 class Shard(Pass):
-    """UNSHARD each stage before it computes and RESHARD it when it is no longer wanted.
+    """UNSHARD each stage before it computes and RESHARD it when it is no longer needed.
 
     `residency` is how many stages of a rank may be unsharded at once (by default all). With fewer than the rank holds,
     the stage whose next use is farthest makes room, which gives the fewest unshards that the residency allows.
@@ -40,11 +40,11 @@ class Shard(Pass):
         if rows.is_kind(Kind.UNSHARD, Kind.RESHARD).any():
             raise PassError("the program has UNSHARD or RESHARD actions already: shard it once")
         compute = rows.is_kind(*COMPUTE)
-        placed = [self._row(rows, rank, compute) for rank in range(len(rows))]
+        placed = [self._shard_row(rows, rank, compute) for rank in range(len(rows))]
         before, entries, ranks, tie = (np.concatenate(column) for column in zip(*placed, strict=True))
         return self._record(program, rows=rows.insert(before, entries, ranks, tie))
 
-    def _row(self, rows: Rows, rank: int, compute: Flags) -> tuple[Ints, Ints, Ints, Ints]:
+    def _shard_row(self, rows: Rows, rank: int, compute: Flags) -> tuple[Ints, Ints, Ints, Ints]:
         """One rank's new entries: in front of which entry, the code, the rank, and the order among equals."""
         use = _Use.of(rows, rank, compute)
         most = max((len(stages) for stages in use.stages), default=0) if use.overlaps else 1
@@ -53,7 +53,7 @@ class Shard(Pass):
         if self.residency is None or self.residency >= len(use.held):
             stays = use.list_whole_stays()
         else:
-            stays = list(residencies(use.stages, self.residency))
+            stays = list(list_stays(use.stages, self.residency))
         if not stays:
             empty = np.zeros(0, dtype=np.int64)
             return empty, empty, empty, empty
@@ -113,7 +113,7 @@ class _Use:
         return stays
 
 
-def residencies(uses: Sequence[tuple[int, ...]], residency: int) -> Iterator[Stay]:
+def list_stays(uses: Sequence[tuple[int, ...]], residency: int) -> Iterator[Stay]:
     """The stays with the fewest gathers when at most `residency` stages are in full at once; `uses[k]` are the stages of group k.
 
     Whenever a place is wanted and none is free, the stage whose next use is farthest gives up its place as of its last use.

@@ -98,7 +98,7 @@ class _Budget:
             moved = False
             for rank, end in enumerate(ends):
                 entry = at[rank]
-                if entry == end or not all(done[need] for each in range(entry, group_ends[entry]) for need in needs.get(each, ())):
+                if entry == end or not all(done[need] for part in range(entry, group_ends[entry]) for need in needs.get(part, ())):
                     continue
                 held = pending[rank]
                 held[:] = [send for send in held if places[send] > entry]  # retired where they stand
@@ -108,8 +108,8 @@ class _Budget:
                         continue
                     places[ready] = entry
                     held.remove(ready)
-                for each in range(entry, group_ends[entry]):
-                    done[each] = True
+                for part in range(entry, group_ends[entry]):
+                    done[part] = True
                 if entry in number:
                     held.append(number[entry])
                 if entry in message_of:
@@ -117,7 +117,7 @@ class _Budget:
                 at[rank], moved = group_ends[entry], True
         stuck = next((rank for rank, end in enumerate(ends) if at[rank] < end), None)
         if stuck is not None:
-            raise self._refusal(stuck, at[stuck], pending)
+            raise self._explain_refusal(stuck, at[stuck], pending)
         return places
 
     def _needs(self) -> dict[int, list[int]]:
@@ -127,7 +127,7 @@ class _Budget:
             needs.setdefault(after, []).append(before)
         return needs
 
-    def _refusal(self, rank: int, entry: int, pending: list[list[int]]) -> PassError:
+    def _explain_refusal(self, rank: int, entry: int, pending: list[list[int]]) -> PassError:
         rows = self.program.rows
         full = [(r, held) for r, held in enumerate(pending) if len(held) >= self.limit]
         rank, held = full[0] if full else (rank, pending[rank])

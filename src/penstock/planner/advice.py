@@ -14,6 +14,7 @@ from penstock.planner.explore import Explorer, order_by_effort
 from penstock.planner.named_schedules import list_candidates, list_searchable_problems, one_at_a_time, time_named
 from penstock.planner.problem import SLACK
 from penstock.planner.request import SEARCHED, Request
+from penstock.text.numbers import format_count
 
 _MORE_RANKS = (1.25, 1.5, 2, 3, 4)
 _NEAR_ENOUGH = 0.01
@@ -25,45 +26,50 @@ _FEW = 2
 
 
 def check_static_memory(request: Request) -> None:
-    """Refuse at once if parameters, gradients and optimizer are larger than the memory, because then no partition fits."""
+    """Refuse before anything is timed if parameters, gradients and optimizer are larger than the memory: then no partition fits."""
     limits, units = request.limits, request.units
     if limits is None:
         return
     static = [layer.static for layer in request.profile.layers]
     total, largest = sum(static), max(static)
     if total > sum(limits) * (1 + SLACK):
-        even = len(set(limits)) == 1 and limits[0] > 0
-        least = _add_headroom(request, total / request.ranks)
-        fewest = f", or at least {math.ceil(total / limits[0])} ranks" if even else ""
-        raise PlanError(
-            f"no plan fits: the layers keep {units.size(total)} for parameters, gradients and optimizer, but {_describe_limits(request)} "
-            f"have {units.size(sum(limits))} in all. Take limits of at least {units.size(least, up=True)} per rank"
-            f"{fewest}, and more for activations"
+        reason = (
+            f"the layers keep {units.size(total)} for parameters, gradients and optimizer, but {_describe_limits(request)} "
+            f"have {units.size(sum(limits))} in all"
         )
-    if largest > max(limits) * (1 + SLACK):
+        fewest = math.ceil(total / limits[0]) if limits[0] > 0 else math.inf
+        counts = [math.ceil(fewest * factor) for factor in (1.0, *_MORE_RANKS)] if fewest <= len(static) else []
+    elif largest > max(limits) * (1 + SLACK):
         place = static.index(largest)
         name = request.profile.layers[place].name or f"layer {place}"
-        raise PlanError(
-            f"no plan fits: {name} alone keeps {units.size(largest)} for parameters, gradients and optimizer, and no rank has more than "
-            f"{units.size(max(limits))}. Cut the layer into smaller ones, or take a higher limit"
+        reason = (
+            f"{name} alone keeps {units.size(largest)} for parameters, gradients and optimizer, and no rank has more than "
+            f"{units.size(max(limits))}: cut the layer into smaller ones, or take a higher limit"
         )
+        counts = []  # more ranks do not make the layer smaller
+    else:
+        return
+    raise PlanError("\n".join([f"no plan fits: {reason}", *_write_remedies(_list_hardware(Explorer(request), _Trials(), counts))]))
 
 
 def explain_refusal(explorer: Explorer) -> PlanError:
     """The error with the nearest candidates and the remedies."""
     lines = [f"no plan fits: {count_verdicts(explorer.candidates)}, on {_describe_limits(explorer.request)}"]
     lines += [f"  {line}" for line in _describe_nearest(explorer)]
-    remedies = list(_list_remedies(explorer))
-    lines += ["what would fit (each tried):", *(f"  {line}" for line in remedies)] if remedies else ["nothing that was tried fits"]
-    return PlanError("\n".join(lines))
+    return PlanError("\n".join([*lines, *_write_remedies(_list_remedies(explorer))]))
+
+
+def _write_remedies(remedies: Iterator[str]) -> list[str]:
+    lines = [f"  {line}" for line in remedies]
+    return ["what would fit (each tried):", *lines] if lines else ["nothing that was tried fits"]
 
 
 def _describe_limits(request: Request) -> str:
     limits = [request.units.size(_add_headroom(request, limit)) for limit in request.limits or ()]
-    free = f", {request.headroom:.3g} of it kept free," if request.headroom else ""
+    free = f", {100 * request.headroom:.3g}% of it kept free," if request.headroom else ""
     if len(set(limits)) == 1:
-        return f"{request.ranks} ranks with a memory limit of {limits[0]} each{free}"
-    return f"{request.ranks} ranks with limits of {', '.join(limits)}{free}"
+        return f"{format_count(request.ranks, 'rank')} with a memory limit of {limits[0]} each{free}"
+    return f"{format_count(request.ranks, 'rank')} with limits of {', '.join(limits)}{free}"
 
 
 def _add_headroom(request: Request, limit: float) -> float:
@@ -100,28 +106,34 @@ def _name_all(candidates: list[Candidate]) -> str:
 
 
 def _list_remedies(explorer: Explorer) -> Iterator[str]:
-    """What would fit, found by trying."""
+    """Settings that would fit, found by trying."""
     request, trials = explorer.request, _Trials()
-    units = request.units
-
-    def describe(candidate: Candidate) -> str:
-        limit = candidate.problem.limits[candidate.peak_rank or 0]
-        return f"{candidate.describe()}, {units.size(candidate.peak or 0.0)} of {units.size(limit)} on rank {candidate.peak_rank}"
-
     if not request.recompute:
         fitting = trials.find_fitting(replace(request, recompute=True))
         if fitting is not None:
-            yield f"recompute=True: {describe(fitting)}"
+            yield f"recompute=True: {_describe_fit(request, fitting)}"
     fitting = trials.find_fitting(*_list_smaller_microbatches(request))
     if fitting is not None:
-        yield f"microbatches of {fitting.microbatch}, {fitting.microbatches} of them (scaled from the profile): {describe(fitting)}"
-    fitting = trials.find_fitting(*_list_more_ranks(request))
+        count = f"{fitting.microbatches} of them (scaled from the profile)"
+        yield f"microbatches of {fitting.microbatch}, {count}: {_describe_fit(request, fitting)}"
+    yield from _list_hardware(explorer, trials, [int(request.ranks * factor) for factor in _MORE_RANKS])
+
+
+def _list_hardware(explorer: Explorer, trials: _Trials, counts: list[int]) -> Iterator[str]:
+    """The first of these numbers of ranks that would do, and the lowest limit."""
+    request = explorer.request
+    fitting = trials.find_fitting(*_list_more_ranks(request, counts))
     if fitting is not None:
-        yield f"{fitting.problem.ranks} ranks: {describe(fitting)}"
+        yield f"{format_count(fitting.problem.ranks, 'rank')}: {_describe_fit(request, fitting)}"
     lowest = trials.find_lowest_limit(explorer)
     if lowest is not None:
         limit, fitting = lowest
-        yield f"a memory limit of {units.size(_add_headroom(request, limit), up=True)}: {fitting.describe()}"
+        yield f"a memory limit of {request.units.size(_add_headroom(request, limit), up=True)}: {fitting.describe()}"
+
+
+def _describe_fit(request: Request, candidate: Candidate) -> str:
+    size, limit = request.units.size, candidate.problem.limits[candidate.peak_rank or 0]
+    return f"{candidate.describe()}, {size(candidate.peak or 0.0)} of {size(limit)} on rank {candidate.peak_rank}"
 
 
 def _list_smaller_microbatches(request: Request) -> Iterator[Request]:
@@ -132,10 +144,9 @@ def _list_smaller_microbatches(request: Request) -> Iterator[Request]:
         yield replace(request, profiles=(request.profile.at(size),))
 
 
-def _list_more_ranks(request: Request) -> Iterator[Request]:
+def _list_more_ranks(request: Request, counts: list[int]) -> Iterator[Request]:
     limits = request.limits or ()
-    for factor in _MORE_RANKS if len(set(limits)) == 1 else ():
-        ranks = int(request.ranks * factor)
+    for ranks in counts if len(set(limits)) == 1 else ():
         if request.ranks < ranks <= len(request.profile):
             yield replace(request, ranks=ranks, limits=limits[:1] * ranks)
 
@@ -205,8 +216,8 @@ class _Trials:
 def _hold_least(request: Request) -> Iterator[Candidate]:
     """One microbatch at a time on every problem: no order holds less, and a few microbatches show its peak memory."""
     for problem in list_searchable_problems(request):
-        few = replace(problem, microbatches=min(problem.microbatches, _FEW * len(problem.placement.copies)))
-        short = Candidate.time(SEARCHED, few, one_at_a_time(few.placement, few.microbatches, SEARCHED))
+        few = problem.shorten(min(problem.microbatches, _FEW * len(problem.placement.copies)))
+        short = Candidate.time(SEARCHED, few, one_at_a_time(few.placement, few.microbatches, SEARCHED, few.slices))
         yield replace(short, microbatches=problem.microbatches)
 
 

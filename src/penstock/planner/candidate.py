@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -13,15 +14,17 @@ import numpy as np
 
 from penstock.errors import FileFormatError
 from penstock.ir.costs import Costs
+from penstock.ir.dependencies import find_releases
 from penstock.ir.formats.reading import check_record
 from penstock.ir.kind import Kind
-from penstock.ir.rows import Floats
+from penstock.ir.rows import Floats, Ints
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 from penstock.planner.partition.layer_runs import PeakMoment
 from penstock.planner.problem import Problem
 from penstock.simulator.simulate import retime
 from penstock.simulator.timeline import Timeline
+from penstock.text.numbers import format_count
 from penstock.verifier.rules.memory import sum_held
 
 _IN_THE_MAKING = {"timed", "place"}
@@ -43,9 +46,9 @@ class Verdict(StrEnum):
 
 IN_WORDS = {
     Verdict.FITS: "fit",
-    Verdict.OVER: "over their memory limit",
+    Verdict.OVER: "over the memory limit",
     Verdict.TOO_LARGE: "too large for one microbatch at a time",
-    Verdict.SLOW: "not timed, because their work alone takes longer than the best",
+    Verdict.SLOW: "not timed, because the work alone takes longer than the best plan",
     Verdict.REFUSED: "not possible here",
 }
 """The verdicts of several candidates, after their number."""
@@ -107,6 +110,7 @@ class Candidate:
             bubble=timeline.bubble,
             peak=peaks[worst],
             peak_rank=worst,
+            offloaded=count_moves(schedule) or None,
             excess=None if problem.memory_limit is None else peaks[worst] - limits[worst],
             timed=(problem, schedule, timeline),
         )
@@ -126,7 +130,7 @@ class Candidate:
 
     @property
     def shape(self) -> tuple[str, str, int]:
-        """What a plan is told apart by from its runners-up: the schedule and its placement."""
+        """The schedule and its placement: runners-up of a plan differ in it."""
         return self.name, self.placement, self.chunks
 
     @property
@@ -170,8 +174,21 @@ class Candidate:
         for own, reference, same, more, less in pairs:
             if own is not None and reference:
                 change = own / reference - 1
-                words.append(same if abs(change) < _NO_DIFFERENCE else f"{_percent(abs(change))} {more if change > 0 else less}")
+                words.append(same if abs(change) < _NO_DIFFERENCE else f"{_format_percent(abs(change))} {more if change > 0 else less}")
         return ", ".join(filter(None, words))
+
+    def is_like(self, other: Candidate) -> bool:
+        """Whether another candidate has the same shape and the same figures, so that only the name tells them apart."""
+        if self.objective is None or self.peak is None or other.objective is None or other.peak is None:
+            return False
+        fields = ("placement", "chunks", "microbatch", "recompute", "slices", "fits")
+        close = math.isclose(self.objective, other.objective) and math.isclose(self.peak, other.peak)
+        return close and all(getattr(self, name) == getattr(other, name) for name in fields)
+
+    def describe_placement(self) -> str:
+        """The kind of placement, and its chunks if there may be others and the name does not say how many."""
+        is_open = self.placement in ("looped", "wave") and "{" not in self.name
+        return f"{self.placement}, {self.chunks} chunks" if is_open else self.placement
 
     def describe(self) -> str:
         """Schedule, placement and microbatches in a few words."""
@@ -179,7 +196,7 @@ class Candidate:
         recomputed = f", {self.recompute} of {stages} stages recomputed" if self.recompute else ""
         recomputed += f", {self.offloaded} activations moved to the host" if self.offloaded else ""
         sliced = f" in {self.slices} slices" if self.slices > 1 else ""
-        return f"{self.name} ({self.placement}, {self.microbatches} microbatches of {self.microbatch}{sliced}{recomputed})"
+        return f"{self.name} ({self.placement}, {format_count(self.microbatches, 'microbatch')} of {self.microbatch}{sliced}{recomputed})"
 
     def to_json(self) -> dict[str, Any]:
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _IN_THE_MAKING}
@@ -193,15 +210,20 @@ class Candidate:
         return cls(**{**data, **{name: tuple(data[name]) for name in _LISTS if name in data}})
 
 
+def count_moves(schedule: Schedule) -> int:
+    """How many activations a schedule moves to the host."""
+    return int(schedule.rows.is_kind(Kind.OFFLOAD).sum())
+
+
 def count_verdicts(candidates: Sequence[Candidate]) -> str:
-    """How many candidates there are, and how many of them have which verdict: "28 candidates: 12 fit; 16 over their memory limit"."""
+    """How many candidates there are, and how many of them have which verdict: "28 candidates: 12 fit; 16 over the memory limit"."""
     counts = Counter(candidate.verdict for candidate in candidates)
-    return f"{len(candidates)} candidates: " + "; ".join(
+    return f"{format_count(len(candidates), 'candidate')}: " + "; ".join(
         f"{counts[verdict]} {text}" for verdict, text in IN_WORDS.items() if counts[verdict]
     )
 
 
-def _percent(share: float) -> str:
+def _format_percent(share: float) -> str:
     """Two digits: 0.34%, 1.4%, 42%."""
     return f"{float(f'{100 * share:.2g}'):g}%"
 
@@ -216,21 +238,40 @@ def find_moment(table: Table, costs: Costs, rank: int, all_held: Floats) -> Peak
     first, at_peak, after = np.searchsorted(rows.group, (begin, peak, peak + 1))
     started, ended = slice(first, after), slice(first, at_peak)
 
-    def count(size: Floats, entries: slice, stage: int, *kinds: Kind) -> float:
-        """How many microbatches' sizes these actions stand for: each for one microbatch, or for its slice's share of one."""
+    def count(name: str, entries: slice, stage: int, *kinds: Kind, ends: int | None = None) -> float:
+        """How many microbatches' sizes these actions stand for: each for its slice's share, or the slice at one end for all of it."""
         chosen = np.isin(rows.kind[entries], kinds) & (rows.stage[entries] == stage)
-        if table.slices == 1:
-            return int(chosen.sum())
-        whole = float(size[stage, : table.slices].sum())
-        return float(size[stage, rows.microbatch[entries][chosen]].sum()) / whole if whole else 0.0
+        units = rows.microbatch[entries][chosen]
+        return add_up(name, stage, units) if ends is None else int((units % table.slices == ends).sum())
 
-    held_sizes, stash_sizes = (costs.table(name, table.stages, table.units) for name in ("activation", "weight_stash"))
-    activations = tuple(count(held_sizes, started, stage, Kind.F) - count(held_sizes, ended, stage, Kind.I, Kind.B) for stage in stages)
-    stashes = tuple(count(stash_sizes, ended, stage, Kind.I) - count(stash_sizes, ended, stage, Kind.W) for stage in stages)
-    known = sum(
-        costs.of_stage("parameters", stage)
-        + activation * float(held_sizes[stage, : table.slices].sum())
-        + stash * float(stash_sizes[stage, : table.slices].sum())
-        for stage, activation, stash in zip(stages, activations, stashes, strict=True)
-    )
-    return PeakMoment(rank, activations, stashes, max(float(held.max()) - known, 0.0))
+    def add_up(name: str, stage: int, units: Ints) -> float:
+        if table.slices == 1:
+            return len(units)
+        whole = sums[name][stage]
+        return float(sizes[name][stage, units].sum() / whole) if whole else 0.0
+
+    def count_moved(stage: int) -> float:
+        """The activations that are on the host."""
+        left = moved[(first <= released) & (released < after) & (rows.stage[moved] == stage)]
+        return add_up("activation", stage, rows.microbatch[left]) - count("activation", started, stage, Kind.RELOAD)
+
+    names = "activation", "weight_stash", "kept", "kept_gradients"
+    sizes = {name: costs.table(name, table.stages, table.units) for name in names}
+    sizes["kept_gradients"][:, table.slices - 1 :: table.slices] = 0.0  # the last slice of a microbatch has no sum
+    sums = {name: size[:, : table.slices].sum(axis=1) for name, size in sizes.items()}
+    backwards, last = (Kind.I, Kind.B), table.slices - 1
+    moved, released = find_releases(rows)
+    counts = {
+        "activation": [
+            count("activation", started, at, Kind.F) - count("activation", ended, at, *backwards) - count_moved(at) for at in stages
+        ],
+        "weight_stash": [count("weight_stash", ended, at, Kind.I) - count("weight_stash", ended, at, Kind.W) for at in stages],
+        "kept": [count("kept", started, at, Kind.F) - count("kept", ended, at, *backwards, ends=0) for at in stages],
+        "kept_gradients": [
+            count("kept_gradients", started, at, *backwards, ends=last) - count("kept_gradients", ended, at, *backwards) for at in stages
+        ],
+    }
+    known = sum(costs.of_stage("parameters", stage) for stage in stages)
+    known += sum(held * sums[name][stage] for name, by_stage in counts.items() for stage, held in zip(stages, by_stage, strict=True))
+    activations, stashes, kept, gradients = (tuple(counts[name]) for name in names)
+    return PeakMoment(rank, activations, stashes, max(float(held.max() - known), 0.0), kept, gradients)

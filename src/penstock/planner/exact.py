@@ -25,9 +25,9 @@ from penstock.ir.kind import Kind
 from penstock.ir.memory_ledger import LIFETIMES, When
 from penstock.ir.schedule import Schedule
 from penstock.planner.bounds.lower_bound import lower_bound
+from penstock.planner.bounds.whole_numbers import floor_units, unit_for
 from penstock.planner.budget import SolverBudget, solve_within
 from penstock.planner.problem import SLACK, Problem
-from penstock.planner.whole_numbers import floor_units, unit_for
 
 CLOSE = 1e-6
 """An objective within this share of a bound is optimal: times are rounded to whole numbers for the solver."""
@@ -132,7 +132,7 @@ class _ExactSearch:
         from ortools.sat.python import cp_model
 
         whole = not any(less)
-        model = SolverModel(self.instance.with_less_room(less), *self._range())
+        model = SolverModel(self.instance.with_less_room(less), *self._find_range())
         if self.best is not None:
             add_hint(model, self.best)
         solver = cp_model.CpSolver()
@@ -147,7 +147,7 @@ class _ExactSearch:
             return None
         return self.consider(build_schedule(self.problem, model.list_done(solver)))
 
-    def _range(self) -> tuple[int, int]:
+    def _find_range(self) -> tuple[int, int]:
         """The least and the latest possible end, in units."""
         unit, horizon = float(self.instance.time), self.instance.horizon
         least = math.floor(self.bound / unit + CLOSE)
@@ -185,15 +185,15 @@ class Instance:
     def of(cls, problem: Problem) -> Instance:
         shape, costs = (problem.stages, problem.microbatches), problem.costs
         times = {name: costs.table(name, *shape) for name in ("f", "i", "w", "b")}
-        sizes = {name: costs.table(name, *shape) for name in ("activation", "weight_stash", "output")}
+        sizes = {"activation": costs.tabulate_held(*shape)} | {name: costs.table(name, *shape) for name in ("weight_stash", "output")}
         hops = np.zeros(shape)
         hops[1:] = costs.latency + (sizes["output"][:-1] / costs.bandwidth if costs.bandwidth is not None else 0.0)
         steps, ends = (costs.per_stage(name, problem.stages) for name in ("optimizer", "reduce"))
         time = unit_for([*np.concatenate([*times.values(), hops]).ravel().tolist(), *steps, *ends], TIME_STEPS)
         size = unit_for(np.concatenate([*sizes.values()]).ravel().tolist(), SIZE_STEPS)
         room = [
-            None if limit == math.inf else floor_units(limit * (1 + SLACK) - kept, size) if limit * (1 + SLACK) >= kept else -1
-            for limit, kept in zip(problem.limits, problem.static_memory, strict=True)
+            None if limit == math.inf else floor_units(limit * (1 + SLACK) - static, size) if limit * (1 + SLACK) >= static else -1
+            for limit, static in zip(problem.limits, problem.static_memory, strict=True)
         ]
         own = costs.per_rank("optimizer", problem.placement).tolist()
         f, i, w, b, travel = (_round_down(table, time) for table in (*times.values(), hops))
@@ -283,26 +283,26 @@ class SolverModel:
         self.end = self.cp.new_int_var(self.least, self.most, "end")
         self._lanes: dict[int, list[Any]] = {rank: [] for rank in range(self.instance.problem.ranks)}
         for cell in self.instance.ranks:
-            self._actions(cell)
+            self._add_actions(cell)
         for lane in self._lanes.values():
             self.cp.add_no_overlap(lane)
         self._needs()
-        self._messages()
+        self._add_messages()
         self._order_alike()
-        self._memory()
-        self._ends()
+        self._add_memory()
+        self._add_ends()
         self.cp.minimize(self.end)
 
     # Actions ----------------------------------------------------------------------------------------------------------
 
-    def _actions(self, cell: Cell) -> None:
+    def _add_actions(self, cell: Cell) -> None:
         one = self.instance
-        self.forward[cell] = self._action(cell, int(one.f[cell]))
+        self.forward[cell] = self._add_action(cell, int(one.f[cell]))
         if not one.may_split(cell):
-            self.gradient[cell] = self._action(cell, int(one.b[cell]))
+            self.gradient[cell] = self._add_action(cell, int(one.b[cell]))
         elif not one.may_join(cell):
-            self.gradient[cell] = self._action(cell, int(one.i[cell]))
-            self.weight[cell] = self._action(cell, int(one.w[cell]))
+            self.gradient[cell] = self._add_action(cell, int(one.i[cell]))
+            self.weight[cell] = self._add_action(cell, int(one.w[cell]))
         else:
             self._add_either(cell)
 
@@ -316,9 +316,9 @@ class SolverModel:
             lane.append(cp.new_optional_fixed_size_interval_var(start, takes, there, ""))
             cp.add(end == start + takes).only_enforce_if(there)
         self.gradient[cell] = ModelAction(start, end, int(min(one.i[cell], one.b[cell])))
-        self.weight[cell] = self._action(cell, int(one.w[cell]), full.negated())
+        self.weight[cell] = self._add_action(cell, int(one.w[cell]), full.negated())
 
-    def _action(self, cell: Cell, takes: int, there: Any = None) -> ModelAction:
+    def _add_action(self, cell: Cell, takes: int, there: Any = None) -> ModelAction:
         start = self.moment()
         lane = self._lanes[self.instance.ranks[cell]]
         if there is None:
@@ -349,7 +349,7 @@ class SolverModel:
         if literals:
             added.only_enforce_if(literals)
 
-    def _messages(self) -> None:
+    def _add_messages(self) -> None:
         """Add messages between ranks; data that stays on a rank is there at once."""
         one, messages = self.instance, []
         classes = {m: k for k, alike in enumerate(one.classes) for m in alike}
@@ -382,7 +382,7 @@ class SolverModel:
 
     # Memory -----------------------------------------------------------------------------------------------------------
 
-    def _memory(self) -> None:
+    def _add_memory(self) -> None:
         for rank, room in enumerate(self.instance.room):
             if room is not None:
                 self._hold(rank, room)
@@ -411,11 +411,11 @@ class SolverModel:
             for size, begin, when, end in LIFETIMES:
                 first, last = actions[begin], actions[end]
                 if held[size] and first is not None and last is not None:
-                    intervals.append(self._span(first.end if when is When.END else first.start, last.end, last.there))
+                    intervals.append(self._add_span(first.end if when is When.END else first.start, last.end, last.there))
                     sizes.append(held[size])
         self.cp.add_cumulative(intervals, sizes, room)
 
-    def _span(self, start: Any, end: Any, there: Any) -> Any:
+    def _add_span(self, start: Any, end: Any, there: Any) -> Any:
         size = self.moment()
         if there is None:
             return self.cp.new_interval_var(start, size, end, "")
@@ -425,18 +425,18 @@ class SolverModel:
         """Let forwards wait for earlier gradients of their stage or a later one of the rank (see `bounds.events.list_waits`), for speed."""
         one = self.instance
         for alike in one.classes:
-            mine = [stage for stage in range(one.problem.stages) if one.ranks[stage, alike[0]] == rank]
-            for at, first in enumerate(mine):
-                held = sum(int(one.activation[own, alike[0]]) for own in mine[: at + 1])
-                for second in mine[at:] if held else ():
-                    more = sum(int(one.activation[own, alike[0]]) for own in mine if first < own <= second)
+            stages = [stage for stage in range(one.problem.stages) if one.ranks[stage, alike[0]] == rank]
+            for at, first in enumerate(stages):
+                held = sum(int(one.activation[own, alike[0]]) for own in stages[: at + 1])
+                for second in stages[at:] if held else ():
+                    more = sum(int(one.activation[own, alike[0]]) for own in stages if first < own <= second)
                     fit = (room - more) // held
                     for before, after in zip(alike, alike[fit:] if fit > 0 else (), strict=False):
                         self._put_before(self.gradient[second, before], self.forward[first, after])
 
     # Ends -------------------------------------------------------------------------------------------------------------
 
-    def _ends(self) -> None:
+    def _add_ends(self) -> None:
         one, problem = self.instance, self.instance.problem
         begins = [0] * problem.ranks if problem.barrier else add_begins(self)
         lanes: dict[int, list[Any]] = {}
@@ -620,7 +620,7 @@ def _list_causes(model: SolverModel) -> dict[Thing, list[Cause]]:
     causes: dict[Thing, list[Cause]] = {}
     for cell in model.forward:
         before = [other for other in model.forward if other != cell and _may_precede(model, other, cell, lanes)]
-        causes["forward", cell] = [*_input(model, cell), *((model.forward[other].end, ("forward", other)) for other in before)]
+        causes["forward", cell] = [*_find_input(model, cell), *((model.forward[other].end, ("forward", other)) for other in before)]
         message = model.links.forward.get(cell)
         if message in model.links.leaves:
             beside = [other for other in model.links.beside[message] if not other.backward]
@@ -637,7 +637,7 @@ def _may_precede(model: SolverModel, one: Cell, other: Cell, lanes: dict[int, tu
     return one[0] != other[0] or kind != other_kind or place + 1 == other_place
 
 
-def _input(model: SolverModel, cell: Cell) -> list[Cause]:
+def _find_input(model: SolverModel, cell: Cell) -> list[Cause]:
     """When the input of the forward is there."""
     if cell[0] == 0:
         return [(0, None)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from penstock.errors import MissingExtraError
 from penstock.ir.costs import Costs
@@ -27,11 +29,14 @@ from penstock.planner.named_schedules import (
     shift_lengths,
     time_named,
 )
-from penstock.planner.offload import is_held_back, offload
+from penstock.planner.offload import OffloadProblem, is_held_back, make_roomy_problem, offload, time_without_limit
 from penstock.planner.problem import Problem
 from penstock.planner.profile import Profile
 from penstock.planner.request import SEARCHED, Progress, Request
 from penstock.simulator.simulate import simulate
+
+if TYPE_CHECKING:
+    from penstock.planner.order_search.search import SearchResult
 
 _MOST_SEARCHED = 8
 """Problems that get a first, short search."""
@@ -46,7 +51,9 @@ _SMALL = 200
 _RECUT, _NEARLY = 4, 0.05
 """Named schedules whose cuts are shifted: the fastest, and others that are slower by at most that share."""
 _OFFLOADED, _OFFLOAD_COST = 6, 12
-"""Schedules that are tried with activations on the host, and how often each is timed."""
+"""Schedules that are made to fit with activations on the host, and how often each is timed."""
+_PLURAL = re.compile(r"\((e?s)\)")
+"""The marked ending of a step that is counted."""
 _NAMED_SHARE = 0.5
 """Share of the seconds for the named schedules if orders are searched too."""
 _STARTING = 4
@@ -72,7 +79,10 @@ class Explorer:
     _bounds: dict[object, Bound] = field(default_factory=dict)
     _copies: int = 1
     """The most copies of the model that a problem had."""
+    _tried: list[tuple[NamedSchedule, Profile, list[Candidate]]] = field(default_factory=list)
+    """The named schedules that were timed, and what came of each."""
     _cut_short: list[str] = field(default_factory=list)
+    """Steps that were left out or not finished; those that are counted mark their plural: "search(es) unfinished"."""
     """Steps that were left out because the seconds were over."""
     _timed: tuple[float, int] = (0.0, 0)
     """Seconds that timing named schedules took so far, and the cells of those schedules."""
@@ -93,7 +103,7 @@ class Explorer:
 
     def bound_if_in_time(self, problem: Problem) -> Bound | None:
         """The best bound of a problem; None if it is unknown and too late to compute it."""
-        if problem.key not in self._bounds and self.is_too_late_for("candidates not bounded", problem.cells):
+        if problem.key not in self._bounds and self.is_too_late_for("candidate(s) without a bound", problem.cells):
             return None
         return self.bound_of(problem)
 
@@ -135,8 +145,8 @@ class Explorer:
 
     def note_what_was_cut_short(self) -> None:
         if self._cut_short:
-            steps = ", ".join(what if count == 1 else f"{what} ({count})" for what, count in Counter(self._cut_short).items())
-            self.notes.append(f"seconds={self.request.seconds:g} were over: {steps}; another run may give another plan")
+            steps = ", ".join(_count_steps(what, count) for what, count in Counter(self._cut_short).items())
+            self.notes.append(f"stopped after {self.request.seconds:g} s; {steps}, so another run may find a different plan")
 
     def _count_rounds(self, share: float, cells: int) -> float:
         """The rounds of a share of the seconds, in orders of so many cells."""
@@ -166,30 +176,49 @@ class Explorer:
             if self.best is None and request.searches and not tried_least and self._is_late(cells, share):
                 self.try_one_at_a_time()
                 tried_least = True
-            if (self.best is not None or tried_least) and self.is_too_late_for("named schedules not timed", cells, share):
+            if (self.best is not None or tried_least) and self.is_too_late_for("named schedule(s) not timed", cells, share):
                 continue
             if named.slices > 1 and self.best is not None and self.seconds_left(share) < 0:
-                self._cut_short.append("named schedules with slices not timed")
+                self._cut_short.append("schedule(s) with slices not timed")
                 continue
             self._tell("timing", done, len(todo), named.name)
             before = time.monotonic()
-            for candidate in time_named(named, profile, request, self._is_slow):
+            candidates = time_named(named, profile, request, self._is_slow)
+            for candidate in candidates:
                 self._add(candidate)
+            self._tried.append((named, profile, candidates))
             self._timed = self._timed[0] + time.monotonic() - before, self._timed[1] + cells
         if request.offload and request.limits is not None:
-            self._offload(share)
+            self._try_offload(share)
         if self.best is None and request.searches and not tried_least:
             self.try_one_at_a_time()
         self._recut()
 
-    def _offload(self, share: float) -> None:
-        """Move activations to the host under the fastest schedules that memory holds back."""
-        held_back = [candidate for candidate in self.candidates if is_held_back(candidate, self.request)]
-        for candidate in sorted(held_back, key=lambda candidate: candidate.time_or_inf)[:_OFFLOADED]:
-            if self._is_over("offload not tried", _OFFLOAD_COST * candidate.problem.cells, share):
+    def _try_offload(self, share: float) -> None:
+        """Move activations to the host under the fastest schedules that memory holds back, until some of them fit."""
+        free = self._list_held_back(share)
+        fitting = 0
+        for candidate in sorted(free, key=lambda candidate: candidate.time_or_inf):
+            if fitting == _OFFLOADED or (self.best is not None and candidate.time_or_inf > self.best.time_or_inf * (1 + self.request.near)):
+                return
+            if self._is_over("schedule(s) not tried with offload", _OFFLOAD_COST * candidate.problem.cells, share):
                 return
             if (moved := offload(candidate, self.request)) is not None:
                 self._add(moved)
+                fitting += 1
+
+    def _list_held_back(self, share: float) -> list[Candidate]:
+        """The named schedules that memory holds back, each timed without a limit."""
+        request, free = self.request, []
+        for named, profile, candidates in self._tried:
+            even = request.make_problems(profile, named.placement, (False,) * named.placement.stages, named.slices, moves=True)
+            if not is_held_back(candidates, even):
+                continue
+            if self._is_over("schedule(s) not tried with offload", sum(problem.cells for problem in even), share):
+                break
+            if (timed := time_without_limit(named, profile, request)) is not None:
+                free.append(timed)
+        return free
 
     def _recut(self) -> None:
         """Shift the cuts under the fastest that fit."""
@@ -224,17 +253,20 @@ class Explorer:
             results.append(self._search(problem, short, end, (place, total)))
         best = sorted((candidate for candidate in results if candidate is not None), key=lambda result: result.time_or_inf)[:_FINALISTS]
         final = [candidate for candidate in best if candidate.time_or_inf <= best[0].time_or_inf * (1 + _CLOSE)]
-        longer = (1 - _FIRST_SHARE - _PROOF_SHARE) / max(len(final), 1)
+        moves = self.request.offload and self.request.limits is not None
+        longer = (1 - _FIRST_SHARE - _PROOF_SHARE) / max(len(final) + moves, 1)
         for place, candidate in enumerate(final):
             end = 1 - _PROOF_SHARE * (len(final) - place)
             self._search(candidate.problem, longer, end, (len(todo) + place, total), [candidate.schedule])
+        if moves:
+            self._search_with_moves(longer, (total, total))
 
     def _list_promising(self) -> list[Problem]:
         """The problems to search first: those with the lowest bounds, but one of each placement before others of the same."""
         worth = []
         for problem in self._list_worth_searching():
             worth.append(problem)
-            if self.request.stop() or self.is_too_late_for("settings not considered", problem.cells, 1 - _PROOF_SHARE):
+            if self.request.stop() or self.is_too_late_for("setting(s) not considered", problem.cells, 1 - _PROOF_SHARE):
                 break
         worth.sort(key=lambda problem: self.bound_of(problem).value)
         first = {problem.placement.copies: problem for problem in reversed(worth)}
@@ -251,13 +283,13 @@ class Explorer:
         work = min(self._count_rounds(_PROOF_SHARE, cells) / count_rounds(1.0, cells), _MOST_PROOF)
         if self.request.stop() or work <= 0 or not self.request.seconds or self._is_proved(best):
             return
-        if self.is_too_late_for("linear programs not tried", 2 * cells):
+        if self.is_too_late_for("linear program(s) not tried", 2 * cells):
             return
         self._tell("bounding", 0, 1, problem.describe())
         budget = SolverBudget(self.seconds_left() / 2, work / 2)
         self._add_bounds(problem, lower_bound(problem, budget=budget).all)
         if budget.late:
-            self._cut_short.append("linear programs not finished")
+            self._cut_short.append("linear program(s) unfinished")
         plain = problem.slices == 1 and not best.offloaded
         if plain and 3 * cells <= _SMALL and not self._is_proved(best) and not self.request.stop():
             self._solve(best, work / 2)
@@ -288,7 +320,7 @@ class Explorer:
     def _list_worth_searching(self) -> Iterator[Problem]:
         """Problems that could beat the best: those of the placements, and those that a named schedule needed to fit."""
         seen: set[object] = set()
-        named = (candidate.problem for candidate in self.fitting if candidate.slices == 1 and not candidate.offloaded)
+        named = (candidate.problem for candidate in self.fitting if not candidate.offloaded)
         for problem in [*list_searchable_problems(self.request), *named]:
             if problem.key in seen or self._is_slow(problem):
                 continue
@@ -306,11 +338,9 @@ class Explorer:
 
         `steps` are the steps done before, and their total.
         """
-        from penstock.planner.order_search.search import search
-
         if self.request.stop() or self._cannot_win(problem):
             return None
-        if self.is_too_late_for("settings not searched", _STARTING * problem.cells, end):
+        if self.is_too_late_for("setting(s) not searched", _STARTING * problem.cells, end):
             return None
         what = problem.describe()
 
@@ -319,23 +349,49 @@ class Explorer:
                 self.request.tell(Progress("searching", *steps, what, objective, SEARCHED))
 
         self._tell("searching", *steps, what)
-        result = search(
-            problem,
-            seconds=max(self.seconds_left(end), 0.0),
-            rounds=self._count_rounds(share, problem.cells),
-            seed=self.request.seed,
-            start=[*(start or ()), *self._list_starts(problem)],
-            progress=tell_improved,
-            stop=self.request.stop,
-        )
-        if result.late:
-            self._cut_short.append("searches not finished")
+        result = self._run_search(problem, share, end, [*(start or ()), *self._list_starts(problem)], tell_improved)
         if result.schedule is None:
             return None
         candidate = Candidate.time(SEARCHED, problem, result.schedule)
         if candidate.fits:
             self._add_searched(candidate)
         return candidate if candidate.fits else None
+
+    def _search_with_moves(self, share: float, steps: tuple[int, int]) -> None:
+        """Search orders of the best problem that hold more than the limits, and move activations under the result."""
+        best = self.best
+        if best is None or self.request.stop() or self._is_proved(best):
+            return
+        problem, order = make_roomy_problem(best, self.request)
+        if self.is_too_late_for("setting(s) not searched", _STARTING * problem.cells, 1 - _PROOF_SHARE):
+            return
+        self._tell("searching", *steps, best.problem.describe())
+        result = self._run_search(problem, share, 1 - _PROOF_SHARE, [order])
+        if result.schedule is None or result.objective >= best.time_or_inf:
+            return
+        free = OffloadProblem.of(best.problem, self.request)
+        moved = offload(Candidate.time(SEARCHED, free, result.schedule), self.request)
+        if moved is not None and moved.time_or_inf < best.time_or_inf:
+            self._add_searched(moved)
+
+    def _run_search(
+        self, problem: Problem, share: float, end: float, start: list[Schedule], improved: Callable[[Schedule, float], None] | None = None
+    ) -> SearchResult:
+        """Search for a share of the rounds, until a share of the seconds at most."""
+        from penstock.planner.order_search.search import search
+
+        result = search(
+            problem,
+            seconds=max(self.seconds_left(end), 0.0),
+            rounds=self._count_rounds(share, problem.cells),
+            seed=self.request.seed,
+            start=start,
+            progress=improved,
+            stop=self.request.stop,
+        )
+        if result.late:
+            self._cut_short.append("search(es) unfinished")
+        return result
 
     def _add_searched(self, candidate: Candidate) -> None:
         """Add a searched order, in place of an earlier one on the same problem if it is better."""
@@ -349,14 +405,14 @@ class Explorer:
     def try_one_at_a_time(self) -> None:
         """Time the order that holds least, if no named schedule fits: if this does not fit either, nothing does."""
         for problem in list_searchable_problems(self.request):
-            self._add(Candidate.time(SEARCHED, problem, one_at_a_time(problem.placement, problem.microbatches, SEARCHED)))
+            order = one_at_a_time(problem.placement, problem.microbatches, SEARCHED, problem.slices)
+            self._add(Candidate.time(SEARCHED, problem, order))
 
     def _list_starts(self, problem: Problem) -> list[Schedule]:
         """Orders that were timed on the same placement, whatever the partition: the fastest of each name, those that fit first."""
-        shape = problem.placement.copies, problem.microbatches
-        plain = [candidate for candidate in self.candidates if candidate.slices == 1 and not candidate.offloaded]
-        timed = [candidate for candidate in plain if candidate.timed is not None]
-        same = [candidate for candidate in timed if (candidate.problem.placement.copies, candidate.microbatches) == shape]
+        shape = problem.placement.copies, problem.microbatches, problem.slices
+        timed = [candidate for candidate in self.candidates if candidate.timed is not None and not candidate.offloaded]
+        same = [candidate for candidate in timed if (candidate.problem.placement.copies, candidate.microbatches, candidate.slices) == shape]
         starts: dict[str, Schedule] = {}
         for candidate in sorted(same, key=lambda candidate: (not candidate.fits, candidate.time_or_inf)):
             starts.setdefault(candidate.name, candidate.schedule)
@@ -374,7 +430,7 @@ class Explorer:
             self.notes.append(str(error))
             return
         if budget.late:
-            self._cut_short.append("solver not finished")
+            self._cut_short.append("solver unfinished")
         self._add_bounds(best.problem, {"solver": solved.bound})
         if solved.schedule is not None:
             candidate = Candidate.time(SEARCHED, best.problem, solved.schedule)
@@ -387,3 +443,12 @@ def order_by_effort(request: Request, pair: tuple[NamedSchedule, Profile]) -> tu
     named, profile = pair
     cells = named.placement.stages * request.count_microbatches(profile) * named.slices
     return (cells, len(named.placement.copies), not named.is_fixed) if cells > _SMALL_ORDER else (0, 0, False)
+
+
+def _count_steps(what: str, count: int) -> str:
+    """
+    >>> _count_steps("search(es) unfinished", 2), _count_steps("search(es) unfinished", 1), _count_steps("solver unfinished", 1)
+    ('2 searches unfinished', '1 search unfinished', 'solver unfinished')
+    """
+    ending = "" if count == 1 else r"\1"
+    return f"{count} {_PLURAL.sub(ending, what)}" if _PLURAL.search(what) else what

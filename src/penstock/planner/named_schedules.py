@@ -23,8 +23,10 @@ from penstock.planner.partition.stage_costs import split_layers
 from penstock.planner.problem import Problem
 from penstock.planner.profile import Profile
 from penstock.planner.request import NO_SLICES, SEARCHED, Request
-from penstock.schedules.registry import Algorithm, algorithm, algorithms
+from penstock.schedules.registry import Algorithm, algorithms, parse_name
 from penstock.simulator.simulate import retime
+from penstock.text.numbers import format_count
+from penstock.text.options import format_options
 
 CHUNKS = (1, 2, 3, 4, 6, 8)
 """Stages per rank to try if a schedule leaves the number open."""
@@ -51,10 +53,13 @@ class NamedSchedule:
     algorithm: Algorithm
     placement: Placement
     slices: int = 1
+    options: tuple[tuple[str, Any], ...] = ()
+    """Its own options, if they are not the default ones."""
 
     @property
     def name(self) -> str:
-        return self.algorithm.name + ("" if self.algorithm.layout.fixed else f"{{chunks={self.placement.chunks}}}")
+        chunks = {} if self.algorithm.layout.fixed else {"chunks": self.placement.chunks}
+        return format_options(self.algorithm.name, chunks | dict(self.options))
 
     @property
     def is_fixed(self) -> bool:
@@ -65,7 +70,7 @@ class NamedSchedule:
         """The schedule for a problem; several if it takes a memory limit, because only the simulator knows which of them fit."""
         options = self.algorithm.options
         chunks = None if self.algorithm.layout.fixed else self.placement.chunks
-        fixed: dict[str, Any] = {"costs": problem.costs} if "costs" in options else {}
+        fixed: dict[str, Any] = dict(self.options) | ({"costs": problem.costs} if "costs" in options else {})
         if options.get("slices", self.slices) != self.slices:
             fixed["slices"] = self.slices
         for limit in _list_limits(problem) if "memory_limit" in options else [{}]:
@@ -94,24 +99,30 @@ def list_candidates(
     """
     usable: list[NamedSchedule] = []
     refused: dict[str, str] = {}
-    for entry in (algorithm(name) for name in names if name != SEARCHED):
-        listed, reason = _list_shapes(entry, ranks, layers, slices, no_slices)
-        usable += listed
+    for name in names:
+        if name == SEARCHED:
+            continue
+        listed, reason = _list_shapes(name, ranks, layers, slices, no_slices)
+        usable += [named for named in listed if named not in usable]
         if not listed:
-            refused[entry.name] = reason
+            refused[name] = reason
     return sorted(usable, key=lambda named: (named.slices > 1, -named.slices)), refused
 
 
-def _list_shapes(entry: Algorithm, ranks: int, layers: int, slices: Sequence[int], no_slices: str) -> tuple[list[NamedSchedule], str]:
-    """One schedule with every number of chunks and slices to try; or why there is none."""
+def _list_shapes(name: str, ranks: int, layers: int, slices: Sequence[int], no_slices: str) -> tuple[list[NamedSchedule], str]:
+    """One schedule with every number of chunks and slices to try, or the number in its name; or why there is none."""
+    entry, options = parse_name(name)
     layout = entry.layout
+    wanted = entry.take_chunks(options.pop("chunks", None), options)
+    open_counts = [count for count in CHUNKS if count >= layout.chunks] if wanted is None else [wanted]
     counts = [count for count in slices if (entry.slices is not None if count > 1 else not entry.is_sliced)]
     listed: list[NamedSchedule] = []
     reason = ""
-    for chunks in [layout.chunks] if layout.fixed else [count for count in CHUNKS if count >= layout.chunks]:
+    for chunks in [layout.chunks] if layout.fixed else open_counts:
         try:
             placement = layout.place(entry.shape(ranks, 1, chunks))
-            entry.build(ranks, 1, None if layout.fixed else chunks)  # checks the shape without generating any row
+            if not options:  # they may need more microbatches, and are checked when the schedule is timed
+                entry.build(ranks, 1, None if layout.fixed else chunks)  # checks the shape without generating any row
         except PenstockError as error:
             reason = reason or str(error)
             continue
@@ -122,9 +133,9 @@ def _list_shapes(entry: Algorithm, ranks: int, layers: int, slices: Sequence[int
         elif not counts:
             reason = reason or f"its order is not made for slices, and slices={', '.join(map(str, slices))} asks for them"
         elif placement.stages > layers:
-            reason = reason or f"{layers} layers are too few for its {placement.stages} stages"
+            reason = reason or f"{format_count(layers, 'layer')} are too few for its {format_count(placement.stages, 'stage')}"
         else:
-            listed += [NamedSchedule(entry, placement, count) for count in counts]
+            listed += [NamedSchedule(entry, placement, count, tuple(options.items())) for count in counts]
     return listed, reason
 
 
@@ -140,34 +151,36 @@ def is_training(entry: Algorithm) -> bool:
 
 
 def list_searchable_problems(request: Request) -> Iterator[Problem]:
-    """The problems on which orders are searched: every microbatch size and placement, without and with recompute if that is allowed.
+    """The problems on which orders are searched: every microbatch size, placement and number of slices, whole sequences first.
 
-    Orders of slices are not searched: sequences are whole here.
+    Each comes without and with recompute if that is allowed.
     """
-    if 1 not in request.slices:
-        return
     ranks = request.ranks
     placements = [Placement.linear(ranks)]
     if ranks > 1:
         placements += [Placement.v(ranks), *(Placement.looped(ranks, chunks) for chunks in CHUNKS[1:4]), Placement.wave(ranks, 2)]
     flags = (False, True) if request.recompute and request.limits is not None else (False,)
-    for profile in request.profiles:
-        for placement in placements:
-            for again in flags if placement.stages <= len(request.profile) else ():
-                yield from request.make_problems(profile, placement, (again,) * placement.stages)
+    for slices in (*(count for count in request.slices if count == 1), *(count for count in reversed(request.slices) if count > 1)):
+        for profile in request.profiles:
+            for placement in placements:
+                for again in flags if placement.stages <= len(request.profile) else ():
+                    yield from request.make_problems(profile, placement, (again,) * placement.stages, slices)
 
 
 # Starting orders ------------------------------------------------------------------------------------------------------
 
 
 def list_named_schedules(problem: Problem) -> Iterator[Schedule]:
-    """Every named schedule that has the problem's placement and trains, built for its costs and limits if it takes them."""
-    for entry in (entry for entry in algorithms().values() if not entry.is_sliced):  # problems have whole microbatches
+    """Every named schedule that has the problem's placement and slices and trains, built for its costs and limits if it takes them."""
+    for entry in algorithms().values():
+        if entry.is_sliced if problem.slices == 1 else entry.slices is None:
+            continue
         chunks = entry.layout.chunks if entry.layout.fixed else problem.placement.chunks
         options: dict[str, Any] = {"costs": problem.costs} if "costs" in entry.options else {}
+        options |= {"slices": problem.slices} if problem.slices > 1 else {}
         if "memory_limit" in entry.options and problem.memory_limit is not None:
             # These schedules take one limit for all ranks, without parameters.
-            options["memory_limit"] = min(limit - kept for limit, kept in zip(problem.limits, problem.static_memory, strict=True))
+            options["memory_limit"] = min(limit - static for limit, static in zip(problem.limits, problem.static_memory, strict=True))
         try:
             schedule = entry.build(problem.ranks, problem.microbatches, chunks, **options)
             if schedule.placement.copies != problem.placement.copies or not len(schedule.rows) or not schedule.training:
@@ -178,16 +191,21 @@ def list_named_schedules(problem: Problem) -> Iterator[Schedule]:
             yield schedule
 
 
-def one_at_a_time(placement: Placement, microbatches: int, name: str = "one-at-a-time") -> Schedule:
-    """Each microbatch forward through all stages and back before the next, with full backwards: no order holds less."""
+def one_at_a_time(placement: Placement, microbatches: int, name: str = "one-at-a-time", slices: int = 1) -> Schedule:
+    """Each microbatch forward through all stages and back before the next, with full backwards: no order holds less.
+
+    The slices of a microbatch go forward one after the other, and back in reverse.
+    """
     stages = np.arange(placement.stages)
-    stage = np.tile(np.concatenate((stages, stages[::-1])), microbatches)
-    kind = np.tile(np.repeat((int(Kind.F), int(Kind.B)), placement.stages), microbatches)
-    microbatch = np.repeat(np.arange(microbatches), 2 * placement.stages)
-    ranks = placement.ranks_of(stage, microbatch)
+    stage = np.tile(np.concatenate((np.tile(stages, slices), np.tile(stages[::-1], slices))), microbatches)
+    kind = np.tile(np.repeat((int(Kind.F), int(Kind.B)), placement.stages * slices), microbatches)
+    turns = np.concatenate((np.arange(slices), np.arange(slices)[::-1]))
+    unit = np.repeat((np.arange(microbatches)[:, None] * slices + turns).ravel(), placement.stages)
+    ranks = placement.ranks_of(stage, unit)
     by_rank = np.argsort(ranks, kind="stable")
-    entries = codes.pack(stage, kind, microbatch)[by_rank]
-    return Schedule.from_rows(Rows.sorted_by(entries, ranks[by_rank], placement.ranks), placement, microbatches, name=name)
+    entries = codes.pack(stage, kind, unit)[by_rank]
+    rows = Rows.sorted_by(entries, ranks[by_rank], placement.ranks)
+    return Schedule.from_rows(rows, placement, microbatches, name=name, slices=slices)
 
 
 # Timing ---------------------------------------------------------------------------------------------------------------
@@ -252,8 +270,8 @@ class _Fitting:
         cut = self.request.cut(self.profile, self.named.placement, recompute, lengths=lengths)
         rank = max(range(len(cut.excesses)), key=cut.excesses.__getitem__)
         layers = split_layers(self.profile, cut.sizes)
-        kept = sum(layer.static for stage in self.named.placement.stages_of(rank) for layer in layers[stage])
-        always = f"; it keeps {units.size(kept)} for parameters, gradients and optimizer alone" if kept else ""
+        static = sum(layer.static for stage in self.named.placement.stages_of(rank) for layer in layers[stage])
+        always = f"; it keeps {units.size(static)} for parameters, gradients and optimizer alone" if static else ""
         return f"rank {rank} is {units.size(cut.excesses[rank])} over{always}"
 
     def _time(self, problem: Problem) -> Iterator[Candidate]:

@@ -38,17 +38,17 @@ from penstock.planner.request import (
     check_names,
     check_share,
     check_slices,
+    choose_headroom,
     forget_slices,
     is_in_bytes,
 )
 from penstock.simulator.simulate import simulate, simulate_many
 from penstock.simulator.timeline import Timeline
+from penstock.text.numbers import format_count
 from penstock.text.units import Units, check_count
 from penstock.verifier.proof import Proof
 from penstock.verifier.verify import verify
 
-HEADROOM = 0.05
-"""The share of a memory limit that stays free if sizes are estimated."""
 SCENARIOS = 100
 """Simulated runs with jitter per candidate."""
 NOISE = 0.01
@@ -151,7 +151,8 @@ class Plan:
     @cached_property
     def proof(self) -> Proof:
         """The proof that the program neither hangs, drops work nor exceeds the limit."""
-        return verify(self.program, memory_limit=self.memory_limit, host_memory_limit=self.host_memory_limit, costs=self.costs)
+        proof = verify(self.program, memory_limit=self.memory_limit, host_memory_limit=self.host_memory_limit, costs=self.costs)
+        return replace(proof, in_bytes=self.in_bytes)
 
     @cached_property
     def objective(self) -> float:
@@ -186,13 +187,27 @@ class Plan:
     def runners_up(self) -> list[Candidate]:
         """The fastest other candidates that fit, one per schedule; see `Candidate.compare`."""
         chosen = self.alternatives[self.chosen] if self.alternatives else None
-        others = [candidate for candidate in list_distinct(self.alternatives) if candidate is not chosen]
+        others = [candidate for candidate in list_distinct(self.candidates) if candidate is not chosen]
         return [candidate for candidate in others if chosen is None or candidate.shape != chosen.shape][:RUNNERS_UP]
 
     @property
+    def candidates(self) -> list[Candidate]:
+        """The candidates that were tried, in the order of `alternatives`: reports, figures and counts show these.
+
+        Alternatives that are no candidates: schedules that were left out for good, and searched orders that did not get better than the
+        named schedule that they began with.
+        """
+        chosen = self.alternatives[self.chosen] if self.alternatives else None
+        tried = [candidate for candidate in self.alternatives if candidate.placement]
+        named = [candidate for candidate in tried if candidate.name != SEARCHED]
+        return [
+            candidate for candidate in tried if candidate is chosen or candidate.name != SEARCHED or not any(map(candidate.is_like, named))
+        ]
+
+    @property
     def tally(self) -> str:
-        """How many candidates were tried, and what became of them; schedules that are left out for good are no candidates."""
-        return count_verdicts([candidate for candidate in self.alternatives if candidate.placement])
+        """How many candidates were tried, and what became of them."""
+        return count_verdicts(self.candidates)
 
     def layers(self, stage: int) -> tuple[Layer, ...]:
         """The layers of a stage."""
@@ -210,7 +225,7 @@ class Plan:
     def __repr__(self) -> str:
         figures = f"{self.units.time(self.objective)}, {self.units.size(max(self.predicted.peak_memory))} per rank at most"
         sliced = f" in {self.slices} slices" if self.slices > 1 else ""
-        shape = f"{self.placement.describe()}, {self.microbatches} microbatches of {self.microbatch}{sliced}"
+        shape = f"{self.placement.describe()}, {format_count(self.microbatches, 'microbatch')} of {self.microbatch}{sliced}"
         return f"<Plan {self.name!r}: {shape}, {figures}, {max(self.gap, 0.0):.2%} above the bound>"
 
     # Files ------------------------------------------------------------------------------------------------------------
@@ -277,8 +292,8 @@ def plan(
     - `memory_limit`: one size, or one per rank, in the profile's unit or like "40GiB"; parameters, gradients and optimizer count;
     - `headroom`: the share of each limit that stays free; by default 5 % if the profile is an estimate, else nothing;
     - `schedules`: names of the zoo to try, and "searched" for searched orders; all by default;
-    - `recompute`: whether stages may run their forward again to hold less, where the memory limit holds a schedule back;
-    - `offload`: whether activations may be moved to host memory where the memory limit holds a schedule back, `host_memory` the most that
+    - `recompute`: whether stages may run their forward again to hold less, if the memory limit holds a schedule back;
+    - `offload`: whether activations may be moved to host memory if the memory limit holds a schedule back, `host_memory` the most that
       each rank may have there, and `host_bandwidth` what its link carries per unit of time, instead of the profile's;
     - `barrier`: whether all ranks wait for each other before the optimizer step (the makespan counts) or not (the longest span counts);
     - `split`: whether the backward may be split;
@@ -297,9 +312,11 @@ def plan(
     if not isinstance(profile, Profile):
         raise CostsError(f"a plan needs a penstock.Profile, got {type(profile).__name__}")
     if len(profile) < check_count("ranks", ranks, most=MAX_STAGES, error=ScheduleError):
-        raise PlacementError(f"{len(profile)} layers are too few for {ranks} ranks: each needs at least one")
+        raise PlacementError(
+            f"{format_count(len(profile), 'layer')} are too few for {format_count(ranks, 'rank')}: each needs at least one"
+        )
     profile = check_host(profile, offload, host_memory, host_bandwidth)
-    free = (HEADROOM if profile.estimated else 0.0) if headroom is None else check_share("headroom", headroom, below=1.0)
+    free = choose_headroom(profile, headroom)
     limits = check_limits(memory_limit, ranks)
     if limits is not None:
         limits = tuple(limit * (1 - free) for limit in limits)
@@ -336,11 +353,9 @@ def plan(
         missing = sorted(set(microbatch_sizes or profile.sizes) - {tried.microbatch for tried in request.profiles})
         explorer.notes += [f"microbatches of {size} are left out: a batch of {batch} cannot be cut into them" for size in missing]
     if limits is not None and free:
-        explorer.notes.append(f"{free:.3g} of each memory limit is kept free: the limits below exclude it")
+        explorer.notes.append(f"{100 * free:.3g}% of each memory limit is kept free: the limits below exclude it")
     if offload and profile.host_bandwidth is None:
         explorer.notes.append("the bandwidth to host memory is not known: copies are taken to take no time but their latency")
-    if request.searches and counts[-1] > 1:
-        explorer.notes.append("with slices only named schedules were timed: orders are searched for whole sequences")
     explorer.run()
     return _build_plan(explorer)
 
@@ -350,7 +365,9 @@ def _build_plan(explorer: Explorer) -> Plan:
     request, fitting = explorer.request, explorer.fitting
     if not fitting:
         if request.stop():
-            raise PlanError(f"stopped before anything was found that fits: {len(explorer.candidates)} candidates were tried")
+            raise PlanError(
+                f"stopped before anything was found that fits: {format_count(len(explorer.candidates), 'candidate')} were tried"
+            )
         raise explain_refusal(explorer)
     winner, p95 = choose(fitting, request, explorer.is_too_late_for)
     problem, bound = winner.problem, explorer.bound_of(winner.problem)
@@ -414,7 +431,7 @@ def choose(
     simple = [candidate for candidate in named if candidate.time_or_inf <= fastest * (1 + SIMPLER)][:_MOST_JITTERED]
     measured = {candidate.place: candidate for candidate in (*close, *simple, *list_distinct(fitting)[: RUNNERS_UP + 1])}
     cells = sum(candidate.problem.cells for candidate in measured.values())
-    if request.stop() or is_too_late_for("robustness was not measured", _SCENARIO_COST * SCENARIOS * cells):
+    if request.stop() or is_too_late_for("robustness not measured", _SCENARIO_COST * SCENARIOS * cells):
         return first, {}
     p95 = {place: measure_p95(candidate, request) for place, candidate in measured.items()}
     steady = min(close, key=lambda candidate: p95[candidate.place])
@@ -429,10 +446,7 @@ def list_distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The candidates that fit, the fastest first: the fastest of each schedule and placement, and no searched order that is a named one."""
     distinct: dict[object, Candidate] = {}
     for candidate in sorted(candidates, key=lambda candidate: (candidate.time_or_inf, candidate.name == SEARCHED)):
-        figures = candidate.placement, candidate.chunks, candidate.objective, candidate.peak
-        is_copy = candidate.name == SEARCHED and any(
-            figures == (*other.shape[1:], other.objective, other.peak) for other in distinct.values()
-        )
+        is_copy = candidate.name == SEARCHED and any(map(candidate.is_like, distinct.values()))
         if candidate.fits and not is_copy:
             distinct.setdefault(candidate.shape, candidate)
     return list(distinct.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -45,7 +45,7 @@ class Problem:
     sizes: tuple[int, ...] = ()
     """Layers per stage, then."""
     recompute: tuple[bool, ...] = ()
-    """Which stages are recomputed, then."""
+    """The stages that are recomputed, then."""
     slices: int = 1
     """Slices that each microbatch is cut into along the sequence."""
     lengths: tuple[int, ...] = ()
@@ -78,6 +78,14 @@ class Problem:
         lengths = self.lengths if lengths is None else lengths
         shape = self.profile, self.placement, self.microbatches, sizes, self.recompute
         return Problem.cut(*shape, self.memory_limit, self.barrier, self.split, lengths)
+
+    def shorten(self, microbatches: int) -> Problem:
+        """The same problem with fewer microbatches; each has the same costs, or the same slices."""
+        if not self.lengths:
+            return replace(self, microbatches=microbatches)
+        assert self.profile is not None
+        shape = self.profile, self.placement, microbatches, self.sizes, self.recompute
+        return Problem.cut(*shape, self.memory_limit, self.barrier, self.split, self.lengths)
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:

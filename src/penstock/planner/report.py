@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from penstock.ir.kind import COMPUTE, Kind
 from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
-from penstock.planner.candidate import IN_WORDS, Candidate, Verdict
-from penstock.planner.offload import count_moves
+from penstock.planner.candidate import IN_WORDS, Candidate, Verdict, count_moves
 from penstock.planner.partition.stage_costs import reserves, split_layers
 from penstock.planner.request import SEARCHED
 from penstock.simulator.simulate import simulate
+from penstock.text.numbers import format_count
 from penstock.text.table import format_table
 from penstock.verifier.rules.offload import peak_host_memory
 
@@ -30,33 +30,35 @@ _BAR = 20
 
 def write_report(plan: Plan) -> str:
     """The plan, why it was chosen, what each rank holds, and which other candidates there were."""
-    parts = [_summary(plan), _explain_choice(plan), _stages(plan), _memory(plan), _candidates(plan)]
+    parts = [_write_summary(plan), _explain_choice(plan), _write_stages(plan), _write_memory(plan), _write_candidates(plan)]
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
 
 
-def _summary(plan: Plan) -> Iterator[str]:
+def _write_summary(plan: Plan) -> Iterator[str]:
     units, timeline = plan.units, plan.predicted
     placement = plan.placement
     yield (
-        f"plan: {plan.name} on {placement.ranks} ranks ({placement.kind} placement, {placement.stages} stages), "
-        f"{plan.microbatches} microbatches of {plan.microbatch}" + (f" in {plan.slices} slices" if plan.slices > 1 else "")
+        f"plan: {plan.name} on {format_count(placement.ranks, 'rank')} "
+        f"({placement.kind} placement, {format_count(placement.stages, 'stage')}), "
+        f"{format_count(plan.microbatches, 'microbatch')} of {plan.microbatch}" + (f" in {plan.slices} slices" if plan.slices > 1 else "")
     )
     what = "makespan" if plan.barrier else "longest span"
     yield f"  {what:<12} {units.time(plan.objective)}, bubble {timeline.bubble:.1%}" + _describe_rate(plan)
-    yield f"  {'bound':<12} {units.time(plan.bound)} by {plan.bound_name}: {_gap(plan.gap)} with this placement and partition"
+    yield f"  {'bound':<12} {units.time(plan.bound)} by {plan.bound_name}: {_write_gap(plan.gap)} with this placement and partition"
     every = "contiguous partition, placement, slices and order" if is_sliced(plan) else "contiguous partition, placement and order"
-    yield f"  {'':<12} {units.time(plan.overall_bound)} for every {every}: {_gap(plan.overall_gap)}"
+    yield f"  {'':<12} {units.time(plan.overall_bound)} for every {every}: {_write_gap(plan.overall_gap)}"
     if plan.p95 is not None:
         yield f"  {'robustness':<12} 95 in 100 runs stay under {units.time(plan.p95)} when every time varies by {plan.jitter:.0%}"
     yield f"  {'proof':<12} {len(plan.proof.rules)} rules hold over {plan.proof.actions} actions and {plan.proof.messages} messages"
     yield from _describe_slices(plan)
     if any(plan.recompute):
         yield f"  {'recompute':<12} {_name_all([stage for stage, again in enumerate(plan.recompute) if again], 'stage')}"
-    yield from _offload(plan)
-    yield from (f"  {'note':<12} {note}" for note in plan.notes)
+    yield from _write_offload(plan)
+    for note in plan.notes:
+        yield from wrap(f"  {'note':<12} {note}", _WIDTH, subsequent_indent=" " * 15, break_on_hyphens=False)
 
 
-def _offload(plan: Plan) -> Iterator[str]:
+def _write_offload(plan: Plan) -> Iterator[str]:
     """How many activations are moved to the host, what they take there, and what the copies cost."""
     moved, units = count_moves(plan.schedule), plan.units
     if not moved:
@@ -88,7 +90,7 @@ def _describe_rate(plan: Plan) -> str:
     return f", {rate:,.0f} samples per second" if rate >= 1000 else f", {rate:.4g} samples per second"
 
 
-def _gap(gap: float) -> str:
+def _write_gap(gap: float) -> str:
     return "nothing to gain" if gap <= 1e-9 else f"at most {gap:.2%} to gain"
 
 
@@ -110,12 +112,12 @@ def _explain_choice(plan: Plan) -> Iterator[str]:
     titles = ("placement", "microbatches", *(["slices"] if is_sliced(plan) else []), "takes", "p95", "peak")
     rows: list[tuple[str, ...]] = [("", "candidate", *titles, "compared with this plan")]
     for candidate in (chosen, *runners_up):
-        figures = _figures(plan, candidate)
+        figures = _format_figures(plan, candidate)
         shown = [figures[name] for name in titles]
         is_chosen = candidate is chosen
         rows.append(("->" if is_chosen else "", candidate.name, *shown, "" if is_chosen else candidate.compare(chosen)))
     yield from format_table(rows, left=(1, 2, len(rows[0]) - 1), indent="  ")
-    quicker = [other for other in plan.alternatives if not other.fits and other.time_or_inf < plan.objective]
+    quicker = [other for other in plan.candidates if not other.fits and other.time_or_inf < plan.objective]
     for other in sorted(quicker, key=lambda other: other.time_or_inf)[:3]:
         over = "" if other.excess is None else f": rank {other.peak_rank} would hold {units.size(other.excess)} more than its limit"
         yield f"  {_label(other)} would take {units.time(other.time_or_inf)}, but does not fit{over}"
@@ -124,7 +126,7 @@ def _explain_choice(plan: Plan) -> Iterator[str]:
 def _label(candidate: Candidate) -> str:
     again = f", {candidate.recompute} stages recomputed" if candidate.recompute else ""
     sliced = f" in {candidate.slices} slices" if candidate.slices > 1 else ""
-    return f"{candidate.name} ({candidate.microbatches} microbatches of {candidate.microbatch}{sliced}{again})"
+    return f"{candidate.name} ({format_count(candidate.microbatches, 'microbatch')} of {candidate.microbatch}{sliced}{again})"
 
 
 def is_sliced(plan: Plan) -> bool:
@@ -132,7 +134,7 @@ def is_sliced(plan: Plan) -> bool:
     return any(candidate.slices > 1 for candidate in plan.alternatives)
 
 
-def _stages(plan: Plan) -> Iterator[str]:
+def _write_stages(plan: Plan) -> Iterator[str]:
     """One line per stage, or per run of stages with as many layers and equal times: their ranks, layers and times."""
     rows: list[tuple[str, ...]] = [("stage", "rank", "layers", "F", "I", "W")]
     first = [0, *accumulate(plan.partition)]
@@ -143,7 +145,7 @@ def _stages(plan: Plan) -> Iterator[str]:
 
     for (size, _, *times), group in groupby(range(len(plan.partition)), key=group_key):
         stages = list(group)
-        names = [_layer_name(plan, first[stages[0]]), _layer_name(plan, first[stages[-1] + 1] - 1)]
+        names = [_name_layers(plan, first[stages[0]]), _name_layers(plan, first[stages[-1] + 1] - 1)]
         count = f"{size} each" if len(stages) > 1 else str(size)
         layers = names[0] if names[0] == names[1] else f"{names[0]} .. {names[1]} ({count})"
         ranks = "/".join(_format_runs([copy[stage] for stage in stages]) for copy in plan.placement.copies)
@@ -155,7 +157,7 @@ def _time_per_microbatch(plan: Plan, name: str, stage: int) -> float:
     return sum(plan.costs.of_stage(name, stage, part) for part in range(plan.slices))
 
 
-def _layer_name(plan: Plan, place: int) -> str:
+def _name_layers(plan: Plan, place: int) -> str:
     return plan.profile.layers[place].name or str(place)
 
 
@@ -176,7 +178,7 @@ def _format_runs(numbers: Sequence[int]) -> str:
     return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
 
 
-def _memory(plan: Plan) -> Iterator[str]:
+def _write_memory(plan: Plan) -> Iterator[str]:
     """One line per rank, or per run of ranks that hold the same: static memory, peak and limit."""
     units, limits = plan.units, plan.memory_limit
     layers, spare = split_layers(plan.profile, plan.partition), _list_reserves(plan)
@@ -186,7 +188,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         own = [layer for stage in plan.placement.stages_of(rank) for layer in layers[stage]]
         static = [sum(getattr(layer, name) for layer in own) for name in ("parameters", "gradients", "optimizer")] + [spare[rank]]
         limit = "none" if limits is None else units.size(limits[rank])
-        used = "" if limits is None or not limits[rank] else _bar(peak / limits[rank])
+        used = "" if limits is None or not limits[rank] else _draw_bar(peak / limits[rank])
         rows.append((str(rank), *map(units.size, static), units.size(peak - sum(static)), units.size(peak), limit, used))
     unused = [column for column in range(1, 5) if all(row[column] in ("0", "0B") for row in rows)]
     grouped = [(_format_runs([int(row[0]) for row in group]), *same) for same, group in groupby(rows, key=lambda row: row[1:])]
@@ -198,16 +200,20 @@ def _list_reserves(plan: Plan) -> list[float]:
     return reserves(plan.profile, plan.partition, plan.placement, plan.recompute, plan.slice_lengths)
 
 
-def _bar(share: float) -> str:
+def _draw_bar(share: float) -> str:
     return f"{'#' * round(min(share, 1.0) * _BAR):<{_BAR}} {share:.0%}"
 
 
-def _candidates(plan: Plan) -> Iterator[str]:
+def _write_candidates(plan: Plan) -> Iterator[str]:
     """The candidates that fit, the fastest first; then the others with the reason."""
-    places = sorted(range(len(plan.alternatives)), key=lambda place: plan.alternatives[place].time_or_inf)
-    fitting = [place for place in places if plan.alternatives[place].fits]
-    shown = [(place, _figures(plan, plan.alternatives[place])) for place in dict.fromkeys([*fitting[:_SHOWN], plan.chosen])]
-    rows = [("", *shown[0][1]), *(("->" if place == plan.chosen else "", *figures.values()) for place, figures in shown)]
+    if not plan.alternatives:
+        return
+    chosen = plan.alternatives[plan.chosen]
+    fitting = sorted((candidate for candidate in plan.candidates if candidate.fits), key=lambda candidate: candidate.time_or_inf)
+    shown = fitting[:_SHOWN] + [chosen] * (chosen not in fitting[:_SHOWN])
+    cells = [_format_figures(plan, candidate) for candidate in shown]
+    marks = ["->" if candidate is chosen else "" for candidate in shown]
+    rows = [("", *cells[0]), *((mark, *figures.values()) for mark, figures in zip(marks, cells, strict=True))]
     yield plan.tally
     yield ""
     yield f"the fastest {_SHOWN} that fit" if len(fitting) > _SHOWN else "those that fit"
@@ -215,12 +221,12 @@ def _candidates(plan: Plan) -> Iterator[str]:
     yield from _list_unfit(plan)
 
 
-def _figures(plan: Plan, candidate: Candidate) -> dict[str, str]:
+def _format_figures(plan: Plan, candidate: Candidate) -> dict[str, str]:
     """The cells of a candidate in a table, by their titles."""
     time, size = plan.units.time, plan.units.size
     return {
         "candidate": candidate.name,
-        "placement": candidate.placement,
+        "placement": candidate.describe_placement(),
         "microbatches": f"{candidate.microbatches} x {candidate.microbatch}",
         **({"slices": str(candidate.slices) if candidate.slices > 1 else "-"} if is_sliced(plan) else {}),
         "recomputed": str(candidate.recompute or "-"),
@@ -235,20 +241,20 @@ def _figures(plan: Plan, candidate: Candidate) -> dict[str, str]:
 
 def _list_unfit(plan: Plan) -> Iterator[str]:
     """The candidates over their limit, the fastest first, and the others by verdict."""
-    over = sorted((line for line in plan.alternatives if line.verdict == Verdict.OVER), key=lambda line: line.time_or_inf)
+    over = sorted((line for line in plan.candidates if line.verdict == Verdict.OVER), key=lambda line: line.time_or_inf)
     if over:
         yield ""
-        yield f"over their memory limit ({len(over)}" + (f", the quickest {_SHOWN} of them):" if len(over) > _SHOWN else "):")
+        yield f"over the memory limit ({len(over)}" + (f", the quickest {_SHOWN} of them):" if len(over) > _SHOWN else "):")
         titles = ("microbatches", *(["slices"] if is_sliced(plan) else []), "recomputed")
         rows: list[tuple[str, ...]] = [("candidate", *titles, "would take", "over by", "on rank")]
         for line in over[:_SHOWN]:
-            figures = _figures(plan, line)
+            figures = _format_figures(plan, line)
             shape = (figures[title] for title in titles)
             rows.append((line.name, *shape, plan.units.time(line.time_or_inf), plan.units.size(line.excess or 0.0), str(line.peak_rank)))
         yield from format_table(rows, left=(0,), indent="  ")
     further = [(f"more {IN_WORDS[Verdict.OVER]}", over[_SHOWN:])]
     untimed = (Verdict.TOO_LARGE, Verdict.SLOW)
-    further += [(IN_WORDS[verdict], [line for line in plan.alternatives if line.verdict == verdict]) for verdict in untimed]
+    further += [(IN_WORDS[verdict], [line for line in plan.candidates if line.verdict == verdict]) for verdict in untimed]
     for what, lines in further:
         if lines:
             yield ""

@@ -16,11 +16,16 @@ from penstock.planner.partition.layer_runs import PeakMoment
 from penstock.planner.partition.slices import GRANULARITY, choose_lengths, list_edges, split_equal_time, split_equally
 from penstock.planner.problem import Problem
 from penstock.planner.profile import Profile, SliceCost
-from penstock.schedules.registry import algorithms
+from penstock.schedules.registry import algorithms, parse_name
+from penstock.text.options import format_options, split_options
 from penstock.text.units import Units, check_count, has_byte_unit, parse_size
 
+HEADROOM = 0.05
+"""The share of a memory limit that stays free if sizes are estimated."""
 SEARCHED = "searched"
 """The name of an order that was searched for, among the names of schedules."""
+CHOSEN = ("costs", "memory_limit", "slices")
+"""Options of schedules that the planner chooses itself."""
 SLACKS = (0.0, 0.02)
 """Shares of the least load that a more even partition may cost."""
 
@@ -113,11 +118,12 @@ class Request:
         moments: Sequence[PeakMoment] = (),
         slack: float = 0.0,
         lengths: tuple[int, ...] = (),
+        moves: bool = False,
     ) -> LayerCut:
-        """The best partition of the layers, within the limits at these moments."""
-        key = (profile.microbatch, placement.copies, recompute, tuple(moments), slack, lengths)
+        """The best partition of the layers, within the limits at these moments; with `moves`, if activations may be moved to the host."""
+        key = (profile.microbatch, placement.copies, recompute, tuple(moments), slack, lengths, moves)
         if key not in self._partitions:
-            options: dict[str, Any] = {"limits": self.limits, "moments": moments, "slack": slack, "lengths": lengths}
+            options: dict[str, Any] = {"limits": self.limits, "moments": moments, "slack": slack, "lengths": lengths, "moves": moves}
             self._partitions[key] = cut_layers(profile, placement, recompute=recompute, **options)
         return self._partitions[key]
 
@@ -136,13 +142,16 @@ class Request:
             self._problems[key] = Problem.cut(*shape, self.limits, self.barrier, self.split, lengths)
         return self._problems[key]
 
-    def make_problems(self, profile: Profile, placement: Placement, recompute: tuple[bool, ...], slices: int = 1) -> list[Problem]:
+    def make_problems(
+        self, profile: Profile, placement: Placement, recompute: tuple[bool, ...], slices: int = 1, moves: bool = False
+    ) -> list[Problem]:
         """One problem with the least load, and one with more even stages if there is one; none if no partition fits.
 
         With slices, each with the lengths that suit its slowest rank, and with equal lengths. The loads do not depend on the lengths.
+        With `moves`, partitions count as fitting if they do with activations on the host.
         """
         first = self.guess_lengths(profile, slices)
-        cuts = [self.cut(profile, placement, recompute, slack=slack, lengths=first) for slack in SLACKS]
+        cuts = [self.cut(profile, placement, recompute, slack=slack, lengths=first, moves=moves) for slack in SLACKS]
         fitting = dict.fromkeys(cut.sizes for cut in cuts if cut.fits)
         return [
             self.make_problem(profile, placement, sizes, recompute, lengths)
@@ -187,18 +196,18 @@ def check_batch(
         return count * profile.microbatch, (profile.at(profile.microbatch),)
     total = check_count("batch", batch, error=ScheduleError)
     listed = profile.sizes if sizes is None else _check_list("microbatch_sizes= takes whole numbers", sizes)
-    wanted = [check_count("a microbatch size", size, error=ScheduleError) for size in listed]
-    even = sorted({size for size in wanted if total % size == 0 and total // size <= MAX_MICROBATCHES})
+    checked = [check_count("a microbatch size", size, error=ScheduleError) for size in listed]
+    even = sorted({size for size in checked if total % size == 0 and total // size <= MAX_MICROBATCHES})
     if not even:
         raise ScheduleError(
-            f"a batch of {total} is not a multiple of a microbatch size of {' or '.join(map(str, wanted))}: choose another batch, or other "
-            "sizes with microbatch_sizes="
+            f"a batch of {total} is not a multiple of a microbatch size of {' or '.join(map(str, checked))}: choose another batch, or "
+            "other sizes with microbatch_sizes="
         )
     return total, tuple(profile.at(size) for size in even)
 
 
 def sum_slice_times(profile: Profile, chosen: Sequence[bool], recompute: Sequence[bool] = ()) -> SliceCost:
-    """Time of a slice on the chosen layers together, forward and backward, with a second forward where it is recomputed."""
+    """Time of a slice on the chosen layers together, forward and backward, with a second forward if it is recomputed."""
     total = SliceCost()
     for place, layer in enumerate(profile.layers):
         if chosen[place] and layer.slices is not None:
@@ -218,22 +227,22 @@ def check_slices(profile: Profile, slices: int | Sequence[int] | None, granulari
         short = f"a sequence of {profile.tokens} tokens is too short for slices of {LEAST_TOKENS}: ask for shorter ones with slices="
         return (1, *counts), "" if counts else short
     listed = [slices] if isinstance(slices, (int, np.integer)) else _check_list("slices= takes whole numbers", slices)
-    wanted = tuple(sorted({check_count("slices", count, most=MAX_MICROBATCHES, error=ScheduleError) for count in listed}))
-    if not wanted:
+    asked = tuple(sorted({check_count("slices", count, most=MAX_MICROBATCHES, error=ScheduleError) for count in listed}))
+    if not asked:
         raise ScheduleError("slices= is empty: name at least one number, or leave it out")
-    if wanted == (1,):
-        return wanted, "slices=1 asks for whole sequences"
+    if asked == (1,):
+        return asked, "slices=1 asks for whole sequences"
     if missing or profile.tokens is None:
         raise CostsError(
-            f"slices={wanted[-1]}: the profile cannot time a slice, because {missing}. Measure it with slices=, or plan with slices=1"
+            f"slices={asked[-1]}: the profile cannot time a slice, because {missing}. Measure it with slices=, or plan with slices=1"
         )
     places = len(list_edges(profile.tokens, granularity)) - 1
-    if wanted[-1] > places:
+    if asked[-1] > places:
         raise ScheduleError(
-            f"a sequence of {profile.tokens} tokens cannot be cut into {wanted[-1]} slices of multiples of {granularity} tokens: take at "
+            f"a sequence of {profile.tokens} tokens cannot be cut into {asked[-1]} slices of multiples of {granularity} tokens: take at "
             f"most {places} slices, or a finer slice_granularity"
         )
-    return wanted, ""
+    return asked, ""
 
 
 def forget_slices(profile: Profile) -> Profile:
@@ -251,6 +260,11 @@ def check_limits(memory_limit: Limit, ranks: int, name: str = "memory_limit") ->
     if len(sizes) != ranks:
         raise CostsError(f"{name} has {len(sizes)} values for {ranks} ranks: give one size, or one per rank")
     return tuple(parse_size(size, name) for size in sizes)
+
+
+def choose_headroom(profile: Profile, headroom: float | None) -> float:
+    """The share of each memory limit that stays free: the given one, or by default 5 % if the sizes are estimated."""
+    return (HEADROOM if profile.estimated else 0.0) if headroom is None else check_share("headroom", headroom, below=1.0)
 
 
 def check_host(profile: Profile, offload: bool, host_memory: Limit, host_bandwidth: float | str | None) -> Profile:
@@ -274,18 +288,30 @@ def check_names(schedules: Sequence[str] | str | None) -> tuple[str, ...]:
     known = [*algorithms(), SEARCHED]
     if schedules is None:
         return tuple(known)
-    wanted = [schedules] if isinstance(schedules, str) else _check_list("schedules= takes names", schedules)
+    listed = [schedules] if isinstance(schedules, str) else _check_list("schedules= takes names", schedules)
     names: list[str] = []
-    for name in wanted:
+    for name in listed:
         if not isinstance(name, str):
             raise ScheduleError(f"schedules= takes names of schedules, got {name!r}")
-        registered = SEARCHED if name == SEARCHED else algorithms().find(name)
-        if registered is None:
-            raise UnknownNameError(f"there is no schedule {name!r}: {nearest(name, known)}")
-        names.append(registered)
-    if not wanted:
+        names.append(SEARCHED if name == SEARCHED else _check_name(name, known))
+    if not listed:
         raise ScheduleError("schedules= is empty: name at least one, or leave it out for all")
     return tuple(dict.fromkeys(names))
+
+
+def _check_name(text: str, known: Sequence[str]) -> str:
+    """The registered name, with the options that were written after it."""
+    name = split_options(text)[0]
+    if name not in algorithms():
+        raise UnknownNameError(f"there is no schedule {name!r}: {nearest(name, known)}")
+    entry, options = parse_name(text)
+    allowed = {key for key in (*entry.options, *entry.layout.counts) if key not in CHOSEN}
+    for key in options:
+        if key in CHOSEN:
+            raise ScheduleError(f"{text}: leave out {key}, which the planner chooses")
+        if key not in allowed:
+            raise ScheduleError(f"{text}: {entry.name} has no option {key!r}; its options: {', '.join(sorted(allowed)) or 'none'}")
+    return format_options(entry.name, options)
 
 
 def _check_list(what: str, value: Any) -> list[Any]:

@@ -1,4 +1,8 @@
-"""Train a model with any program: stages, split backward, virtual ranks, and the executor. Needs torch."""
+"""Trains a model with any program. Needs torch.
+
+`pipeline` is the entrance: it cuts the model into stages (`model`), gives them weights, and joins its group (`transport`). A step passes
+its batch (`batch`) to the executor (`execution`), which runs the rank's actions and exchanges messages with other ranks.
+"""
 
 # ruff: noqa: E402 - the version of torch is checked before the other modules are imported
 

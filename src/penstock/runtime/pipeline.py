@@ -32,7 +32,14 @@ from penstock.runtime.device.streams import get_current_stream, use_stream
 from penstock.runtime.execution.cuda_graphs import refuse_graphs
 from penstock.runtime.execution.executor import Executor
 from penstock.runtime.execution.overlap import make_overlap
-from penstock.runtime.execution.programs import build_training_program, find_table, forward_program, rebuild_table
+from penstock.runtime.execution.programs import (
+    OffloadChoice,
+    add_moves,
+    build_training_program,
+    find_table,
+    forward_program,
+    rebuild_table,
+)
 from penstock.runtime.measure.metrics import OnStep, StepMeter, list_callbacks
 from penstock.runtime.measure.parity import Parity, StepArguments, compare_step
 from penstock.runtime.measure.recorder import StepTimes, build_timeline, clock_offsets
@@ -137,6 +144,9 @@ class Pipeline:
       of them;
     - `recompute`: whether stages keep only their inputs and run their forward again before their backward: a `bool`, or one `bool` per
       stage; defaults to the plan's choice;
+    - `offload`: the percentage of each rank's activations to move to host memory between their forward and backward, one percentage per
+      rank, or True for all, with any number of microbatches; defaults to what the plan, schedule or program says, which must not have
+      copies otherwise;
     - `compile`: True, options for `torch.compile`, a function that compiles a stage's module, or one of these per stage.
       Compiled stages run a whole backward, and so do stages that ask autograd for a weight's gradient in their forward or loss, or that
       differentiate a gradient. If the schedule splits such a backward, `merged` says what that costs;
@@ -180,6 +190,7 @@ class Pipeline:
         transport: str = "auto",
         weights: Weights = None,
         recompute: Recompute = None,
+        offload: OffloadChoice = None,
         compile: Compile | Sequence[Compile] = None,  # noqa: A002 - torch's own name
         graphs: bool = False,
         slice_lengths: SliceLengths = None,
@@ -187,7 +198,7 @@ class Pipeline:
         on_loss: str | None = None,
     ) -> None:
         ranks = GroupOptions(group, mesh, transport, deadline, on_loss)
-        run = ExecutionOptions(seed, accumulate, overlap, graphs)
+        run = ExecutionOptions(seed, accumulate, overlap, graphs, offload)
         data = DataOptions(shard, Shard(lookahead, residency), accumulate_dtype)
         batch = BatchOptions(batch_dims, target_dims, kwarg_dims, slice_lengths, sequence_dims)
         self._plan: Any = plan if schedule is None else schedule
@@ -195,7 +206,8 @@ class Pipeline:
         self.group: Group
         self.group, self.rank, self.grid = find_group(ranks.group, ranks.mesh, ranks.transport)
         self.number = self.group.number_pipeline(self.rank)
-        self.table = find_table(self._plan, self.group.ranks, microbatches)
+        self.offload = run.offload
+        self.table = add_moves(find_table(self._plan, self.group.ranks, microbatches), self.offload)
         self.microbatches = self.table.microbatches
         goes_on = ranks.allow_losses(self.grid, self.table)
         returns = self.grid is not None and self.grid.whole.returning
@@ -245,6 +257,11 @@ class Pipeline:
                 slices=self.table.slices,
             )
 
+    def __repr__(self) -> str:
+        name = f"{self.table.name!r}, " if self.table.name else ""
+        stages = ", ".join(map(str, self.stages))
+        return f"<Pipeline {name}{self.table.describe()}; rank {self.rank} has {'stage' if len(self.stages) == 1 else 'stages'} {stages}>"
+
     # Construction -----------------------------------------------------------------------------------------------------
 
     def _recognise(self, model: Any, split: Any, loss: LossOptions, batch: BatchOptions) -> Any:
@@ -264,15 +281,15 @@ class Pipeline:
     def _cut(self, model: Any, options: ModelOptions, data: DataOptions) -> list[Sequence[str]]:
         """Cut the model into stages and give this rank's stages their weights; the groups of tied parameters."""
         model, split = apply_plan_split(unwrap_ddp(model, self.grid), self._plan, options.split)
-        cut, mine = partition(model, self.table.stages, split), self.table.placement.stages_of(self.rank)
-        for index in mine:
+        cut, stages = partition(model, self.table.stages, split), self.table.placement.stages_of(self.rank)
+        for index in stages:
             if cut.parts[index] is None:
                 raise ScheduleError(f"rank {self.rank} holds stage {index}, but the mapping of modules has none for it")
         if self.table.slices > 1:
             check_slices(cut)
             refuse_full_graphs(options.compile)
-        give_weights(options.weights, model, cut, mine)
-        tied = [*options.ties, *shard_stages(cut, mine, self.grid, data.shard)]
+        give_weights(options.weights, model, cut, stages)
+        tied = [*options.ties, *shard_stages(cut, stages, self.grid, data.shard)]
         cut = compile_stages(cut if self.seed is None else add_layer_streams(cut), options.compile)
         self.partition: Partition = recompute_stages(cut, self._plan, options.recompute)
         return tied
@@ -309,7 +326,7 @@ class Pipeline:
 
         Returns the stages that cannot split their backward, whether ranks share modules, and whether any rank measures its steps.
         """
-        mine = {
+        arguments = {
             "pipeline": self.number,
             "stages": self.table.stages,
             "microbatches": self.microbatches,
@@ -323,24 +340,24 @@ class Pipeline:
         modules = {self.group.ident(module) for stage in self.stages.values() for module in stage.module.modules()}
         last = self.stages.get(self.table.stages - 1)
         lost = None if last is None else self.loss.find_outside_parameter(last.module)
-        found = self._gather_whole("Pipeline", (mine, unable, modules, lost, bool(self._callbacks)))
-        first = found[0][0]
-        for *_, lost, _ in found:
+        everyone = self._gather_whole("Pipeline", (arguments, unable, modules, lost, bool(self._callbacks)))
+        first = everyone[0][0]
+        for *_, lost, _ in everyone:
             if lost is not None:
                 raise ScheduleError(
                     f"loss_fn has a trainable parameter, {lost!r}, that is not in the last stage, so no optimizer would get it: make it "
                     "part of the last stage, which can take the target by stage_kwargs and return the loss itself, or freeze it"
                 )
-        for rank, (theirs, *_) in enumerate(found):
-            for what, value in theirs.items():
+        for rank, (others, *_) in enumerate(everyone):
+            for what, value in others.items():
                 if value != first[what]:
                     raise PipelineError(
                         f"the ranks disagree on {what}: {first[what]!r} on rank 0, {value!r} on rank {rank}; give all the same arguments"
                     )
-        unsplit = tuple(sorted({stage for _, stages, *_ in found for stage in stages}))
+        unsplit = tuple(sorted({stage for _, stages, *_ in everyone for stage in stages}))
         own = self.rank if self.grid is None else self.grid.whole.rank
-        shares_modules = any(rank != own and modules & theirs for rank, (_, _, theirs, *_) in enumerate(found))
-        return unsplit, shares_modules, any(measured for *_, measured in found)
+        shares_modules = any(rank != own and modules & others for rank, (_, _, others, *_) in enumerate(everyone))
+        return unsplit, shares_modules, any(measured for *_, measured in everyone)
 
     def gather(self, name: str, value: Any) -> list[Any]:
         """All-gather a value over the ranks of the pipeline."""
@@ -384,14 +401,14 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that this rank updates. Warns if there are none, because torch's optimizers do not accept an empty list."""
-        found = [parameter for _, parameter in self.named_parameters()]
-        if not found:
+        parameters = [parameter for _, parameter in self.named_parameters()]
+        if not parameters:
             warnings.warn(
                 f"rank {self.rank} has no parameters to update: its stages have none, or another rank updates them. An optimizer takes an "
                 "empty list only in a group: AdamW([{'params': list(pipe.parameters())}])",
                 stacklevel=2,
             )
-        return iter(found)
+        return iter(parameters)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise CopyError(_NO_COPY)
@@ -408,11 +425,9 @@ class Pipeline:
         key = "" if schedule is None else identify_schedule(schedule), count, training
         executor = self._executors.get(key)
         if executor is None:
-            program = self._build_program(count, training, self.table if schedule is None else schedule)
+            program = self._build_program(count, training, self.table if schedule is None else add_moves(schedule, self.offload))
             self.data.check_program(program)
             options: dict[str, Any] = {"overlap": self.overlap, "number": self.number, "graphs": self.graphs}
-            if self._cutter is not None:
-                options["slice_lengths"] = self._cutter.fixed_lengths
             loss = self.loss if self._cutter is None else self._cutter.loss
             parts: dict[str, Any] = {"loss": loss, "group": self.group, "data": self.data, "statistics": self.statistics}
             executor = Executor(program, self.rank, self.stages, deadline=self.deadline, **parts, **options)
@@ -691,8 +706,8 @@ class Pipeline:
             self._note_tied()
         # If ranks share modules without meeting at the beginning of the step, another rank may have changed them already.
         own = () if self._shares_modules and not self.shared.one_object else self.stages.values()
-        self._buffers.take(module for stage in own for module in stage.module.modules())
-        backup = GradientBackup.take(parameter for _, parameter in parameters)
+        self._buffers.take([stage.module for stage in own])
+        backup = GradientBackup.take([parameter for _, parameter in parameters])
         feed.factor = 1.0 if self.scaler is None else self.scaler.get_scale()
         sums, folds = self.shared.active or self.data.active, self.statistics.gathers or bool(executor.compute.unordered)
         alone = len(feed.args) == 1 and self.data.ranks == 1 and not self.shared.active
@@ -912,8 +927,8 @@ class Pipeline:
         if self.joint is not None:
             raise PipelineError(f"parity compares a whole pipeline, but {self.joint.describe(self.table)}")
         batch = StepArguments(args, target, stage_kwargs or {})
-        mine = batch.copy()  # a stage may change its input in place
-        feed = self._take_batch(self.batches.split, mine.args, mine.target, microbatches, mine.stage_kwargs or None, False)
+        own = batch.copy()  # a stage may change its input in place
+        feed = self._take_batch(self.batches.split, own.args, own.target, microbatches, own.stage_kwargs or None, False)
         steps = self.steps
         try:
             return compare_step(self, lambda feed: self._run(feed, training=True).loss, feed, batch)
@@ -937,7 +952,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """Which processes or threads are the ranks, and how they exchange messages."""
+    """The processes or threads that are the ranks, and how they exchange messages."""
 
     group: Any
     mesh: Any
@@ -1003,7 +1018,7 @@ class BatchOptions:
         return self.inputs, self.targets, self.kwargs
 
     def make_cutter(self, table: Table, loss: Loss, plan: Any) -> SequenceCutter | None:
-        """What cuts microbatches into slices, if the schedule has any: in the plan's proportions unless lengths are given."""
+        """The cutter of microbatches into slices, if the schedule has any: in the plan's proportions unless lengths are given."""
         if table.slices == 1:
             if self.slice_lengths is not None:
                 raise ScheduleError(
@@ -1027,6 +1042,7 @@ class ExecutionOptions:
     accumulate: str
     overlap: Callable[..., None] | str | None
     graphs: bool
+    offload: OffloadChoice
 
     def __post_init__(self) -> None:
         if self.accumulate not in ("autograd", "fused"):

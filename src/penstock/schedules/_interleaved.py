@@ -1,4 +1,4 @@
-"""What the interleaved schedules share: the order in which a rank goes over its chunks, and the group sizes that work.
+"""Shared parts of the interleaved schedules: the order in which a rank goes over its chunks, and the group sizes that work.
 
 Microbatches go in groups of N: a group passes the first chunk, then the second, and so on. Without `group_size` N is the
 least that fits the batch, from `ranks` up: m // max(1, m // p). With q slices ceil(p/q) microbatches fill the pipeline, so that they take
@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.errors import ScheduleError
 from penstock.schedules.registry import Shape
+from penstock.text.numbers import format_count
 
 
 def group_of(shape: Shape, group_size: int | None) -> int:
@@ -41,7 +42,7 @@ def check_group(shape: Shape, group_size: Any = None) -> None:
     """Refuse a group that is shorter than the pipeline or longer than the batch."""
     least, most = min(least_group(shape), shape.microbatches), shape.microbatches
     slices = f" of {shape.slices} slices" if shape.slices > 1 else ""
-    check_group_size(group_size, least, most, f"{shape.ranks} ranks and {most} microbatches{slices}")
+    check_group_size(group_size, least, most, f"{format_count(shape.ranks, 'rank')} and {format_count(most, 'microbatch')}{slices}")
 
 
 def check_group_size(group_size: Any, least: int, most: int, counts: str, advice: str = "") -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from penstock.schedules._interleaved import check_group_size
 from penstock.schedules.registry import Shape, looped, register
 from penstock.schedules.zb_h1 import alternate_split
+from penstock.text.numbers import format_count
 
 
 def _half(shape: Shape) -> int:
@@ -16,7 +17,7 @@ def _half(shape: Shape) -> int:
 
 def _between_half_and_all(shape: Shape, group_size: Any = None) -> None:
     advice = ": a smaller group would leave ranks idle, for a larger one take interleaved-zb"
-    check_group_size(group_size, _half(shape), shape.ranks, f"{shape.ranks} ranks", advice)
+    check_group_size(group_size, _half(shape), shape.ranks, f"{format_count(shape.ranks, 'rank')}", advice)
 
 
 def _whole_groups(shape: Shape, group_size: int | None = None) -> int:

@@ -13,9 +13,10 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from penstock.errors import ScheduleError, UnknownNameError, nearest
+from penstock.errors import ScheduleError, UnknownNameError, UsageError, nearest
 from penstock.ir import codes
 from penstock.ir.placement import Placement
+from penstock.text.options import read_assignments, split_options
 
 if TYPE_CHECKING:
     from penstock.ir.graph import StageGraph
@@ -163,7 +164,7 @@ class Algorithm:
         """The schedule for this shape, generated when read, rank by rank if the algorithm allows it."""
         from penstock.ir.schedule import Schedule
 
-        shape = self.shape(ranks, microbatches, self._chunks(chunks, options), options.pop("slices", None))
+        shape = self.shape(ranks, microbatches, self.take_chunks(chunks, options), options.pop("slices", None))
         unknown = sorted(set(options) - set(self.options))
         if unknown:
             allowed = ", ".join([*self.options, *self.layout.counts]) or "none"
@@ -199,15 +200,15 @@ class Algorithm:
             slices=shape.slices,
         )
 
-    def _chunks(self, chunks: Any, options: dict[str, Any]) -> Any:
+    def take_chunks(self, chunks: Any, options: dict[str, Any]) -> Any:
         """The requested chunks, by their number or in the layout's unit, which is removed from the options."""
         unit, size = self.layout.unit
         if unit not in options:
             return chunks
-        wanted = size * _count(unit, options.pop(unit), codes.MAX_STAGES)
-        if chunks not in (None, wanted):
-            raise ScheduleError(f"{self.name} has {wanted} chunks for {unit}={wanted // size}, got chunks={chunks}: give one of the two")
-        return wanted
+        implied = size * _count(unit, options.pop(unit), codes.MAX_STAGES)
+        if chunks not in (None, implied):
+            raise ScheduleError(f"{self.name} has {implied} chunks for {unit}={implied // size}, got chunks={chunks}: give one of the two")
+        return implied
 
     def _generated(self, shape: Shape, options: dict[str, Any]) -> Callable[[int], Iterable[int]]:
         """Each rank's row; a whole pipeline is generated once, when the first row is read."""
@@ -320,6 +321,10 @@ _PEER_NAMES = {"zbvzerobubble": "zbv", "interleavedzerobubble": "interleavedzb"}
 """PyTorch's and torchtitan's names that are more than another spelling of ours."""
 
 
+CLASS_NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""PyTorch's schedules as torchtitan names them, which is PyTorch's class name without `Schedule`."""
+
+
 def _fold(name: str) -> str:
     """
     >>> _fold("ScheduleInterleaved1F1B"), _fold("interleaved-1f1b"), _fold("ZBVZeroBubble")
@@ -340,6 +345,20 @@ def algorithm(name: str) -> Algorithm:
     return algorithms()[name]
 
 
+def parse_name(text: str) -> tuple[Algorithm, dict[str, Any]]:
+    """The schedule and the options of a name as reports print it: `interleaved-1f1b{chunks=4}`."""
+    name, parts = split_options(str(text))
+    entry = algorithm(name)
+    try:
+        options = read_assignments(str(text), parts, f"{entry.name}{{OPTION=VALUE,...}}")
+    except UsageError as error:
+        raise ScheduleError(str(error)) from None
+    for key in ("ranks", "microbatches", "graph"):
+        if key in options:
+            raise ScheduleError(f"{text}: {key} is not an option of a schedule: leave it out of the braces and give {key}=")
+    return entry, options
+
+
 def available() -> dict[str, str]:
     """Every schedule's name and one-line summary."""
     return {name: known.summary for name, known in algorithms().items()}
@@ -350,9 +369,14 @@ def schedule(
 ) -> Schedule:
     """Build a schedule by name: `schedule("zbv", ranks=4, microbatches=8)`; further options by keyword.
 
-    A name is accepted in any case and as PyTorch's or torchtitan's: `schedule("ZBVZeroBubble", 4, 8).name` is `zbv`.
+    A name is accepted in any case, as PyTorch's or torchtitan's (`schedule("ZBVZeroBubble", 4, 8).name` is `zbv`), and with options as
+    reports print it: `interleaved-1f1b{chunks=4}`.
     """
-    return algorithm(name).build(ranks, microbatches, chunks, graph, **options)
+    entry, written = parse_name(name)
+    for key in written:
+        if key in options or (key == "chunks" and chunks is not None):
+            raise ScheduleError(f"{key} is given twice: in {name!r} and as an argument")
+    return entry.build(ranks, microbatches, written.pop("chunks", chunks), graph, **written, **options)
 
 
 def _count(name: str, value: Any, most: int) -> int:

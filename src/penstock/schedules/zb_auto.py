@@ -126,7 +126,11 @@ class Lookahead(NamedTuple):
 
 
 class RankClock:
-    """One rank as it runs."""
+    """One rank as it runs.
+
+    `held` follows the lifetimes of activations and weight stashes in `ir.memory_ledger`, written out because this loop takes most of the
+    time.
+    """
 
     __slots__ = ("before", "begin", "clock", "forwards", "held", "inputs", "kept", "limit", "returned", "row", "sent", "stage", "weights")
 

@@ -39,7 +39,7 @@ class _PathSearch:
     def path(self) -> list[PathStep]:
         timeline = self.timeline
         rank = int(np.argmax(timeline.finished))
-        steps = [_optimizer_step(timeline, rank)]
+        steps = [_find_optimizer_step(timeline, rank)]
         here: tuple[str, int] | None = self._find_last(rank)
         seen: set[tuple[str, int]] = set()  # a file can hold times that lead in a circle
         while here is not None and here not in seen:
@@ -130,7 +130,7 @@ def find_measured_path(timeline: Timeline) -> list[PathStep]:
     waits = timeline.waits
     rank = int(np.argmax(timeline.finished))
     place = int(np.searchsorted(waits.rank, rank, side="right")) - 1
-    steps = [_optimizer_step(timeline, rank)]
+    steps = [_find_optimizer_step(timeline, rank)]
     seen: set[int] = set()  # a file can hold an order that leads in a circle
     while place >= 0 and place not in seen and (steps[1:] or waits.rank[place] == rank):
         seen.add(place)
@@ -146,6 +146,6 @@ def find_measured_path(timeline: Timeline) -> list[PathStep]:
     return [step for step in reversed(steps) if step.end > step.start]
 
 
-def _optimizer_step(timeline: Timeline, rank: int) -> PathStep:
+def _find_optimizer_step(timeline: Timeline, rank: int) -> PathStep:
     end = float(timeline.finished[rank])
     return PathStep("optimizer", rank, None, end - float(timeline.optimizer[rank]), end)

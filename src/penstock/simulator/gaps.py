@@ -28,7 +28,7 @@ class Gap:
     - `waiting`: for `action` on `rank` to end;
     - `communication`: for what `action` on `rank` sent, gathered or reduced, to arrive;
     - `memory`: for a slot of the channel that `action` is sent on, or, where `action` is a wait, for its buffers to be free;
-    - `overhead`, where it was measured: all was there for `action`, and the rank had not begun it.
+    - `overhead`, if it was measured: all was there for `action`, and the rank had not begun it.
     """
 
     start: float
@@ -72,11 +72,11 @@ def find_simulated_gaps(timeline: Timeline, rank: int) -> list[Gap]:
         if begun and start > clock:
             idle += _split_idle(clock, start, _list_simulated_causes(timeline, node, start))
         clock = max(clock, float(timeline.end[node]))
-    idle += _tail(timeline, rank, clock)
+    idle += _find_tail(timeline, rank, clock)
     return idle
 
 
-def _tail(timeline: Timeline, rank: int, clock: float) -> Iterator[Gap]:
+def _find_tail(timeline: Timeline, rank: int, clock: float) -> Iterator[Gap]:
     """The idle time after the last action: the optimizer's step is work, the rest drains."""
     step_end = float(timeline.finished[rank])
     step = float(timeline.optimizer[rank])
@@ -130,7 +130,7 @@ def find_measured_gaps(timeline: Timeline, rank: int) -> list[Gap]:
     for place in (low + np.flatnonzero(waits.start[low:high] > waits.free[low:high])).tolist():
         free, start = float(waits.free[place]), float(waits.start[place])
         idle += [Gap(0.0, start, "fill")] if place == low else _split_idle(free, start, _list_measured_causes(waits, place))
-    return idle + list(_tail(timeline, rank, float(waits.end[low:high].max(initial=0.0))))
+    return idle + list(_find_tail(timeline, rank, float(waits.end[low:high].max(initial=0.0))))
 
 
 def _list_measured_causes(waits: WaitCauses, place: int) -> Iterator[Cause]:

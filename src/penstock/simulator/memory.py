@@ -47,7 +47,7 @@ def build_curves(timeline: Timeline) -> list[Curve]:
 
 
 def build_host_curves(timeline: Timeline) -> list[Curve]:
-    """What the host holds of every rank's activations over time."""
+    """The host memory of every rank's activations over time."""
     return _build(timeline, list_host_changes(timeline.table, timeline.costs), np.zeros(timeline.ranks), CATEGORIES[:1])
 
 

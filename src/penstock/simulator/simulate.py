@@ -8,9 +8,9 @@ from functools import cached_property
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.ir.costs import Costs
+from penstock.ir.costs import Costs, check_costs
 from penstock.ir.rows import Floats
-from penstock.ir.table import Table
+from penstock.ir.table import Table, check_table
 from penstock.simulator.event_loops.flat import Flat
 from penstock.simulator.event_loops.loops import Durations, Graph, run
 from penstock.simulator.timeline import Timeline
@@ -25,7 +25,8 @@ def simulate(table: Table, costs: Costs | None = None, *, engine: str = "auto") 
     taken; a message leaves when its link is free and occupies it for latency + size / bandwidth. Copies of activations to host memory
     and back run beside everything else, one at a time in each direction of a link. `engine` is `auto`, `plain` or `compiled` (needs numba).
     """
-    return _time(_lay_flat(table), costs or Costs(), engine)
+    check_table(table, "simulate")
+    return _time(_lay_flat(table), check_costs(costs), engine)
 
 
 def retime(timeline: Timeline, costs: Costs, *, engine: str = "auto") -> Timeline:
@@ -93,7 +94,8 @@ def simulate_many(
     """
     if scenarios < 1 or not 0 <= jitter < 1:
         raise ScheduleError(f"scenarios={scenarios}, jitter={jitter}: at least 1 scenario, and a jitter from 0 up to 1")
-    costs = costs or Costs()
+    check_table(table, "simulate_many")
+    costs = check_costs(costs)
     flat = _lay_flat(table)
     graph, takes = flat.graph(costs.contention, costs.host_link_shared), flat.durations(costs)
     chance = np.random.default_rng(seed)

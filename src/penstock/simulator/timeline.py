@@ -19,6 +19,7 @@ from penstock.ir.kind import COMPUTE, Kind
 from penstock.ir.rows import Flags, Floats
 from penstock.ir.table import Table
 from penstock.simulator.event_loops.flat import Flat, Messages
+from penstock.text.numbers import format_count
 from penstock.text.units import SECONDS, Units
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Timeline:
 
     @cached_property
     def computes(self) -> Flags:
-        """Which actions are computation."""
+        """The actions that are computation."""
         rows = self.table.rows
         return rows.is_kind(*COMPUTE)[rows.heads]
 
@@ -267,4 +268,4 @@ class Timeline:
         name = f"{self.table.name!r}, " if self.table.name else ""
         figures = f"makespan {self.units.time(self.makespan)}, bubble {self.bubble:.2%}"
         peak = f", peak memory {self.units.size(max(self.peak_memory))}" if self.units.in_bytes else ""
-        return f"<Timeline {name}{self.source}, {self.ranks} ranks, {figures}{peak}>"
+        return f"<Timeline {name}{self.source}, {format_count(self.ranks, 'rank')}, {figures}{peak}>"

@@ -1,4 +1,4 @@
-"""What each computation of a timeline waited for, whether its times were simulated or measured."""
+"""The waits of each computation of a timeline, whether its times were simulated or measured."""
 
 from __future__ import annotations
 

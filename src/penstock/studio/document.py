@@ -1,4 +1,4 @@
-"""What the page draws: a schedule or program with its timing graph, as plain data.
+"""Documents that the page draws: a schedule or program with its timing graph, as plain data.
 
 The page times the graph itself under any costs, so a document holds no times but measured ones. Columns of numbers are the base64 of
 their bytes, which the page reads without parsing digits.
@@ -71,8 +71,8 @@ def document(
         "lowered": table.lowered,
         "table": _describe_file(table),
         "kinds": [kind.name for kind in Kind],
-        "entries": _entries(table.rows),
-        **_structure(table, costs, any(all_findings)),
+        "entries": _pack_entries(table.rows),
+        **_pack_structure(table, costs, any(all_findings)),
         "costs": costs.to_json(),
         "units": dict(zip(("time", "size"), units, strict=True)),
         "memory_limit": list(memory_limit) if isinstance(memory_limit, Sequence) else memory_limit,
@@ -83,7 +83,7 @@ def document(
 
 def describe_findings(findings: Sequence[Finding]) -> dict[str, Any]:
     """Describe findings for the page: the first of them, and how many there are."""
-    return {"findings": [_finding(finding) for finding in findings[:MOST_FINDINGS]], "num_findings": len(findings)}
+    return {"findings": [_write_finding(finding) for finding in findings[:MOST_FINDINGS]], "num_findings": len(findings)}
 
 
 def timeline_document(timeline: Timeline, *, source: dict[str, Any], memory_limit: Limit = None, **options: Any) -> Document:
@@ -101,7 +101,7 @@ def title_of(table: Table) -> str:
 
 
 def _describe_file(table: Table) -> dict[str, Any]:
-    """What a file of the table holds besides its rows."""
+    """The content of a table's file besides its rows."""
     about: dict[str, Any] = {
         "type": "program" if isinstance(table, Program) else "schedule",
         "name": table.name,
@@ -113,7 +113,7 @@ def _describe_file(table: Table) -> dict[str, Any]:
     return about
 
 
-def _entries(rows: Rows) -> dict[str, Any]:
+def _pack_entries(rows: Rows) -> dict[str, Any]:
     """Every part of every action; with slices, the microbatch is the number of the slice among those of all microbatches."""
     return {
         "kind": pack_small(rows.kind),
@@ -124,7 +124,7 @@ def _entries(rows: Rows) -> dict[str, Any]:
     }
 
 
-def _structure(table: Table, costs: Costs, suspect: bool) -> dict[str, Any]:
+def _pack_structure(table: Table, costs: Costs, suspect: bool) -> dict[str, Any]:
     """The timing graph, or only the bounds of the rows if the table cannot be timed."""
     if suspect and not _runs(table, costs):
         return {"timed": False, "graph": {"bounds": pack_ints(table.rows.group_offsets)}, "local": None, "messages": None, "channels": []}
@@ -161,7 +161,7 @@ def _runs(table: Table, costs: Costs) -> bool:
     return bool(inside.all())
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
+def _write_finding(finding: Finding) -> dict[str, Any]:
     return {
         "rule": finding.rule,
         "severity": finding.severity.name.lower(),

@@ -16,7 +16,7 @@ from penstock.ir.table import Table
 from penstock.passes.lower import lower
 from penstock.passes.offload import Offload
 from penstock.planner.request import check_limits
-from penstock.schedules.registry import Algorithm, algorithm, algorithms
+from penstock.schedules.registry import Algorithm, algorithms, parse_name
 from penstock.studio.document import Document, describe_findings, document, timeline_document
 from penstock.studio.limits import LONGEST_NAME, check_file, check_request, check_shape, check_table
 from penstock.studio.plan_request import check_plan
@@ -51,18 +51,18 @@ def _describe(named: Algorithm) -> dict[str, Any]:
         "summary": named.summary,
         "bubble": named.bubble,
         "memory": named.memory,
-        "options": [{"name": name, "type": _type_of(named, name), "default": value} for name, value in _options(named).items()],
+        "options": [{"name": name, "type": _find_type(named, name), "default": value} for name, value in _list_options(named).items()],
         "chunks": {"default": layout.chunks, "fixed": layout.fixed, "step": layout.unit[1]},
         "depends_on_costs": "costs" in named.options,
     }
 
 
-def _options(named: Algorithm) -> dict[str, Any]:
+def _list_options(named: Algorithm) -> dict[str, Any]:
     """The options that have a plain value."""
     return {name: value for name, value in named.options.items() if name != "costs"}
 
 
-def _type_of(named: Algorithm, option: str) -> str:
+def _find_type(named: Algorithm, option: str) -> str:
     if option == "slices":  # of the shape, not of the generator
         return _KINDS["int"]
     annotation = str(named.generate.__annotations__.get(option, "str"))
@@ -75,7 +75,7 @@ def _type_of(named: Algorithm, option: str) -> str:
 def view(body: Any) -> Document:
     """Make the document of a schedule by name."""
     request = check_request(body, _VIEW, required=("schedule", "ranks", "microbatches"))
-    named = algorithm(request["schedule"][:LONGEST_NAME])
+    named, request = _read_name(request)
     costs = Costs.from_json(request.get("costs") or {})
     table = _build(named, request, costs)
     limits = check_limits(request.get("memory_limit"), table.ranks)
@@ -85,13 +85,23 @@ def view(body: Any) -> Document:
     return document(table, costs, source=source, memory_limit=_simplify_limit(limits), depends_on_costs="costs" in named.options)
 
 
+def _read_name(request: dict[str, Any]) -> tuple[Algorithm, dict[str, Any]]:
+    """The schedule, and the request with the options that its name has in braces."""
+    named, options = parse_name(request["schedule"][:LONGEST_NAME])
+    chunks = named.take_chunks(options.pop("chunks", None), options)
+    twice = [name for name in options if name in (request.get("options") or {})]
+    if twice or (chunks is not None and request.get("chunks") not in (None, chunks)):
+        raise UsageError(f"{twice[0] if twice else 'chunks'} is given twice: in the name of the schedule and beside it")
+    return named, {**request, "chunks": request.get("chunks") or chunks, "options": {**(request.get("options") or {}), **options}}
+
+
 def _simplify_limit(limits: tuple[float, ...] | None) -> Any:
     """One number if all ranks have the same limit."""
     return limits[0] if limits and len(set(limits)) == 1 else limits
 
 
 def _build(named: Algorithm, request: dict[str, Any], costs: Costs) -> Table:
-    options = _schedule_options(named, request, costs)
+    options = _read_schedule_options(named, request, costs)
     shape = named.shape(request["ranks"], request["microbatches"], request.get("chunks"), options.get("slices"))
     check_shape(shape)
     schedule = named.build(shape.ranks, shape.microbatches, shape.chunks, **options)
@@ -105,12 +115,14 @@ def _build(named: Algorithm, request: dict[str, Any], costs: Costs) -> Table:
     return program
 
 
-def _schedule_options(named: Algorithm, request: dict[str, Any], costs: Costs) -> dict[str, Any]:
+def _read_schedule_options(named: Algorithm, request: dict[str, Any], costs: Costs) -> dict[str, Any]:
     """The options of the schedule, with the costs and the memory limit if it depends on them."""
     options: dict[str, Any] = dict(request.get("options") or {})
     for name, value in options.items():
-        if name not in _options(named):
-            raise UsageError(f"{named.name} has no option {name[:LONGEST_NAME]!r}; its options: {', '.join(_options(named)) or 'none'}")
+        if name not in _list_options(named):
+            raise UsageError(
+                f"{named.name} has no option {name[:LONGEST_NAME]!r}; its options: {', '.join(_list_options(named)) or 'none'}"
+            )
         _check_option(named, name, value)
     if "costs" in named.options:
         options["costs"] = costs
@@ -122,7 +134,7 @@ def _schedule_options(named: Algorithm, request: dict[str, Any], costs: Costs) -
 
 def _check_option(named: Algorithm, name: str, value: Any) -> None:
     kinds: dict[str, tuple[type, ...]] = {"int": (int,), "number": (int, float, str), "text": (str,), "bool": (bool,)}
-    check_request({name: value}, {name: (*kinds[_type_of(named, name)], type(None))})
+    check_request({name: value}, {name: (*kinds[_find_type(named, name)], type(None))})
 
 
 # A file ---------------------------------------------------------------------------------------------------------------
@@ -138,17 +150,17 @@ def file_document(name: str, text: str) -> Document:
     """Make the document of a file from its name and content."""
     content = text.removeprefix("\ufeff")
     if content.lstrip()[:1] in ("{", "["):
-        return _json_document(parse_json(content, name, strict=True), name)
+        return _read_json_document(parse_json(content, name, strict=True), name)
     return table_document(parse_csv(io.StringIO(content, newline=""), name, strict=False), name)
 
 
-def _json_document(data: Any, name: str) -> Document:
+def _read_json_document(data: Any, name: str) -> Document:
     from penstock.simulator.timeline_json import decode
 
     kind = data.get("type") if isinstance(data, dict) else None
     readers: dict[Any, Callable[[], Document]] = {
         "plan": lambda: _plan_document(data, name),
-        "timeline": lambda: _saved_timeline_document(decode(data, name), name),
+        "timeline": lambda: _build_timeline_document(decode(data, name), name),
         "schedule": lambda: table_document(json_form.decode(data, name), name),
         "program": lambda: table_document(json_form.decode(data, name), name),
     }
@@ -158,7 +170,7 @@ def _json_document(data: Any, name: str) -> Document:
     return readers[kind]()
 
 
-def _saved_timeline_document(timeline: Any, name: str) -> Document:
+def _build_timeline_document(timeline: Any, name: str) -> Document:
     check_table(timeline.table)
     is_measured = timeline.source != "simulated"
     units = ("s", "") if is_measured else ("", "")

@@ -1,4 +1,4 @@
-"""Limits on one request, so that nobody who reaches the studio can overload the machine."""
+"""Limits on one request, so that no client of the studio can overload the machine."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def check_request(body: Any, fields: dict[str, tuple[type, ...]], required: tupl
 def check_costs(costs: dict[str, Any]) -> None:
     """Refuse costs (as `Costs.to_json` gives them) that cannot be drawn."""
     for name, value in costs.items():
-        for number in _numbers(value):
+        for number in _list_numbers(value):
             if number and not 1 / MOST_COST <= number <= MOST_COST:
                 raise UsageError(f"{name} is {number:g}: the studio draws costs from {1 / MOST_COST:g} to {MOST_COST:g}, and 0")
 
 
-def _numbers(value: Any) -> Iterator[float]:
+def _list_numbers(value: Any) -> Iterator[float]:
     if isinstance(value, (list, tuple)):
         for item in value:
-            yield from _numbers(item)
+            yield from _list_numbers(item)
     elif isinstance(value, (int, float)):
         yield float(value)
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import BusyError, PenstockError, UnknownNameError
 from penstock.ir.formats import json_form
+from penstock.studio.plan_request import used_limits
 from penstock.studio.worker import prepare
 
 if TYPE_CHECKING:
@@ -91,13 +92,14 @@ class PlanJob:
     def cancel(self) -> bool:
         """End the job and keep its candidates; False if it had ended before."""
         with self.changed:
-            fitting = [event.data for event in self.events if event.name == "candidate" and event.data["fits"]]
+            latest = {event.data["place"]: event.data for event in self.events if event.name == "candidate"}
+        fitting = [candidate for candidate in latest.values() if candidate["fits"]]
         index = min(fitting, key=lambda candidate: candidate["makespan"])["index"] if fitting else None
         return self.end(PlanEvent("done", {"best": index, "cancelled": True}))
 
     @contextmanager
     def follow(self) -> Iterator[None]:
-        """Count a page that follows the job. The job ends with its last page: nobody else knows its key, and only one plan can run."""
+        """Count a page that follows the job. The job ends with its last page: no other client knows its key, and only one plan can run."""
         self.followers += 1
         try:
             yield
@@ -184,39 +186,37 @@ def run_plan(connection: Connection, body: Any) -> None:
 class _Planner:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.candidates: list[Candidate] = []
+        self.count = 0
         self.in_bytes = False
         self.limits: tuple[float, ...] | None = None
-        """What each rank may hold by the request, without the share that stays free."""
+        """The memory limit of each rank in the request, without the share that stays free."""
+        self.latest: dict[int, int] = {}
+        """By their place among the plan's alternatives, the index of the latest version of each candidate."""
 
     def plan(self, body: Any) -> None:
-        from penstock.planner.candidate import Candidate
         from penstock.planner.plan import plan
-        from penstock.planner.request import check_limits, is_in_bytes
+        from penstock.planner.request import is_in_bytes
         from penstock.studio.plan_request import read_plan_request
 
         profile, options = read_plan_request(body)
         self.in_bytes = is_in_bytes(profile, options.get("memory_limit"))
-        limits = check_limits(options.get("memory_limit"), options["ranks"])
-        self.limits = None if limits is None else tuple(limit * (1 - options.get("headroom", 0.0)) for limit in limits)
+        self.limits = used_limits(profile, options)
         best = plan(profile, **options, progress=self.progress, found=self.send_candidate)
-        if self._find_chosen(best) is None:  # its cuts were shifted since its candidate was told
-            self.send_candidate(Candidate.of_timeline(best.name, best.problem, best.schedule, best.predicted))
-        self.connection.send(("done", self._result(best), json.dumps(best.to_json()).encode()))
+        self.connection.send(("done", self._describe_result(best), json.dumps(best.to_json()).encode()))
 
     def progress(self, progress: Progress) -> None:
         self.connection.send(("progress", asdict(progress), None))
 
     def send_candidate(self, candidate: Candidate) -> None:
-        index = len(self.candidates)
-        self.candidates.append(candidate)
+        index = self.latest[candidate.place] = self.count
+        self.count += 1
         self.connection.send(
             ("candidate", describe_candidate(candidate, index, self.limits), pack_candidate(candidate, index, self.in_bytes))
         )
 
-    def _result(self, plan: Plan) -> dict[str, Any]:
+    def _describe_result(self, plan: Plan) -> dict[str, Any]:
         return {
-            "best": self._find_chosen(plan),
+            "best": self.latest[plan.chosen],
             "cancelled": False,
             "name": plan.name,
             "makespan": plan.objective,
@@ -229,27 +229,21 @@ class _Planner:
             "units": {"time": plan.profile.time_unit, "size": "B" if plan.in_bytes else ""},
         }
 
-    def _find_chosen(self, plan: Plan) -> int | None:
-        """The candidate that is the plan, with its cuts; None if no event has told of it."""
-        same = [
-            index
-            for index, candidate in enumerate(self.candidates)
-            if candidate.timed is not None
-            and candidate.schedule is plan.schedule
-            and (candidate.name, candidate.objective) == (plan.name, plan.objective)
-        ]
-        return same[-1] if same else None
-
 
 def describe_candidate(candidate: Candidate, index: int, limits: Sequence[float] | None = None) -> dict[str, Any]:
-    """Describe one candidate for the page's plot; `limits` are those of the request, whatever the candidate was tried with."""
+    """Describe one candidate for the page's plot; `limits` are those of the request, whatever the candidate was tried with.
+
+    A candidate with the `place` of an earlier one is a better version of it, and replaces it.
+    """
     return {
         "index": index,
+        "place": candidate.place,
         "name": candidate.name,
         "placement": candidate.placement,
         "chunks": candidate.chunks,
         "microbatch": candidate.microbatch,
         "microbatches": candidate.microbatches,
+        "slices": candidate.slices,
         "recompute": candidate.recompute,
         "verdict": candidate.verdict,
         "reason": candidate.reason,

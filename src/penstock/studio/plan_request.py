@@ -9,8 +9,9 @@ from penstock.errors import ScheduleError, UsageError
 from penstock.ir.codes import MAX_STAGES
 from penstock.ir.formats.reading import check_fields
 from penstock.planner.profile import Profile
-from penstock.planner.request import check_batch, check_limits, check_names, check_share
+from penstock.planner.request import check_batch, check_limits, check_names, check_share, choose_headroom
 from penstock.studio.limits import MOST_LAYERS, MOST_PLANNED, MOST_SECONDS, check_actions, check_request
+from penstock.text.numbers import format_count
 from penstock.text.units import check_count
 
 _PLAN: dict[str, tuple[type, ...]] = {
@@ -49,9 +50,9 @@ def read_plan_request(body: Any) -> tuple[Profile, dict[str, Any]]:
     if seconds > MOST_SECONDS:
         raise UsageError(f"seconds={seconds:g}: the studio searches for at most {MOST_SECONDS:g}")
     if len(profile) < ranks:
-        raise UsageError(f"{len(profile)} layers are too few for {ranks} ranks: each needs at least one")
+        raise UsageError(f"{format_count(len(profile), 'layer')} are too few for {format_count(ranks, 'rank')}: each needs at least one")
     total, profiles = check_batch(profile, options.get("microbatches"), options.get("batch"), options.get("microbatch_sizes"))
-    check_actions(3 * ranks * (total // min(each.microbatch for each in profiles)), MOST_PLANNED)
+    check_actions(3 * ranks * (total // min(size.microbatch for size in profiles)), MOST_PLANNED)
     check_limits(options.get("memory_limit"), ranks)
     for name, below in _SHARES.items():
         if name in options:
@@ -61,8 +62,15 @@ def read_plan_request(body: Any) -> tuple[Profile, dict[str, Any]]:
 
 
 def check_plan(body: Any) -> dict[str, Any]:
-    """Refuse a bad request before its job starts; give the seconds that it may search."""
-    return {"seconds": float(read_plan_request(body)[1].get("seconds", 7.0))}
+    """Refuse a bad request before its job starts; give the seconds that it may search, and the limits that candidates must fit within."""
+    profile, options = read_plan_request(body)
+    return {"seconds": float(options.get("seconds", 7.0)), "limits": used_limits(profile, options)}
+
+
+def used_limits(profile: Profile, options: dict[str, Any]) -> tuple[float, ...] | None:
+    """What each rank may hold: its memory limit without the share that the planner keeps free."""
+    limits, free = check_limits(options.get("memory_limit"), options["ranks"]), choose_headroom(profile, options.get("headroom"))
+    return None if limits is None else tuple(limit * (1 - free) for limit in limits)
 
 
 def _profile(profile: Any, transformer: Any) -> Profile:

@@ -1,4 +1,4 @@
-"""Which requests are allowed: only those of the studio's own page, by the Host, Origin and Sec-Fetch-Site headers."""
+"""Checks of requests: only those of the studio's own page are allowed, by the Host, Origin and Sec-Fetch-Site headers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class OriginGuard:
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *_headers()]
+                message["headers"] = [*message["headers"], *_list_headers()]
             await send(message)
 
         if reason is None:
@@ -91,7 +91,7 @@ class OriginGuard:
 _CHECKED = (b"host", b"origin", b"sec-fetch-site")
 
 
-def _headers() -> list[tuple[bytes, bytes]]:
+def _list_headers() -> list[tuple[bytes, bytes]]:
     headers: dict[str, Any] = {
         "content-security-policy": policy(),
         "x-content-type-options": "nosniff",

@@ -35,7 +35,7 @@ MOST_FOLLOWERS = 8
 ALIVE = 5.0
 """Seconds between two signs of life to a page that follows a plan."""
 PATIENCE = 0.5
-"""Seconds that the worker may go on with a question that nobody waits for: starting it again takes about as long."""
+"""Seconds that the worker may go on with an abandoned question: starting it again takes about as long."""
 LARGEST_PORT = (1 << 16) - 1
 
 _STATUS: dict[type[Exception], int] = {TooLongError: 422, BusyError: 409, UnknownNameError: 404}
@@ -81,13 +81,13 @@ class Studio:
 
         body = await body_of(request)
         checked = json.loads(await self._answer(request, "check-plan", body))
-        return JSONResponse({"job": await _run_in_thread(self.jobs.start, body, checked["seconds"])})
+        return JSONResponse({"job": await _run_in_thread(self.jobs.start, body, checked["seconds"]), "limits": checked["limits"]})
 
     async def plan(self, request: Request) -> Response:
         job = self.jobs.get(request.path_params["job"])
         if job.plan is None:
             raise UnknownNameError("there is no plan yet: it is still being made, or none was found")
-        return _json(job.plan)
+        return _respond_json(job.plan)
 
     async def cancel_plan(self, request: Request) -> Response:
         from starlette.responses import JSONResponse
@@ -96,10 +96,10 @@ class Studio:
 
     async def candidate(self, request: Request) -> Response:
         job, index = self.jobs.get(request.path_params["job"]), request.path_params["index"]
-        kept = job.candidates[index] if index < len(job.candidates) else None
-        if kept is None:
+        candidate = job.candidates[index] if index < len(job.candidates) else None
+        if candidate is None:
             raise UnknownNameError(f"there is no candidate {index} to open: it was not timed, or does not exist")
-        return await self._respond(request, "candidate", unpack_candidate(kept))
+        return await self._respond(request, "candidate", unpack_candidate(candidate))
 
     async def events(self, request: Request) -> Response:
         from starlette.responses import StreamingResponse
@@ -107,9 +107,9 @@ class Studio:
         job = self.jobs.get(request.path_params["job"])
         if job.followers >= MOST_FOLLOWERS:
             raise BusyError(f"{job.followers} pages already follow the plan: close one")
-        return StreamingResponse(self._events(job), media_type="text/event-stream")
+        return StreamingResponse(self._stream_events(job), media_type="text/event-stream")
 
-    async def _events(self, job: PlanJob) -> AsyncIterator[str]:
+    async def _stream_events(self, job: PlanJob) -> AsyncIterator[str]:
         """Send every event from the first on, and a sign of life if there is none for a while. A page that leaves is not waited for."""
         from anyio.to_thread import run_sync
 
@@ -121,7 +121,7 @@ class Studio:
                 yield "".join(f"event: {event.name}\ndata: {json.dumps(event.data)}\n\n" for event in events) or ": alive\n\n"
 
     async def _respond(self, request: Request, name: str, body: Any) -> Response:
-        return _json(await self._answer(request, name, body))
+        return _respond_json(await self._answer(request, name, body))
 
     async def _answer(self, request: Request, name: str, body: Any) -> bytes:
         """Ask the worker, for as long as the client waits."""
@@ -134,7 +134,7 @@ class Studio:
         return answer
 
     async def _watch(self, request: Request, question: Question) -> None:
-        """Give up a question that nobody waits for, unless it ends sooner than a new process would start."""
+        """Drop a question that the browser has abandoned, unless it ends sooner than a new process would start."""
         while (await request.receive())["type"] != "http.disconnect":
             pass
         self.worker.leave(question)
@@ -148,7 +148,7 @@ async def _run_in_thread(function: Callable[..., Any], *args: Any) -> Any:
     return await run_in_threadpool(partial(function, *args))
 
 
-def _json(data: bytes) -> Response:
+def _respond_json(data: bytes) -> Response:
     from starlette.responses import Response
 
     return Response(data, media_type="application/json")
@@ -202,20 +202,20 @@ def application(documents: Sequence[Any] = (), *, host: str = "127.0.0.1", worke
         Route("/api/plan/{job}/events", studio.events),
         Route("/api/plan/{job}/candidates/{index:int}", studio.candidate),
     ]
-    handlers: Any = {PenstockError: _penstock_error, HTTPException: _http_error}
+    handlers: Any = {PenstockError: _respond_penstock_error, HTTPException: _respond_http_error}
     guard = Middleware(OriginGuard, hosts=Hosts(host))
     app = Starlette(routes=routes, middleware=[guard], exception_handlers=handlers, lifespan=lifespan)
     app.state.studio = studio
     return app
 
 
-async def _penstock_error(request: Request, error: Exception) -> Response:
+async def _respond_penstock_error(request: Request, error: Exception) -> Response:
     from starlette.responses import JSONResponse
 
     return JSONResponse({"error": str(error)}, status_code=_STATUS.get(type(error), 400))
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
+async def _respond_http_error(request: Request, error: Exception) -> Response:
     from starlette.exceptions import HTTPException
     from starlette.responses import JSONResponse
 
@@ -276,10 +276,10 @@ def serve(documents: Sequence[Any], address: Address, *, open_browser: bool, tel
             tell(f"it listens on {address.host}: anyone who can reach this machine can use it")
         if open_browser:
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
-        _server(app).run(sockets=[listening])
+        _build_server(app).run(sockets=[listening])
 
 
-def _server(app: Starlette) -> uvicorn.Server:
+def _build_server(app: Starlette) -> uvicorn.Server:
     """A server that ends plans and requests before it waits for the pages that follow them."""
     import uvicorn
 

@@ -21,7 +21,7 @@ MOST_MEMORY = 16 << 30
 
 @dataclass(eq=False)
 class Question:
-    """A question; `left` means that nobody waits for the answer any more, `dropped` that it was ended for that reason."""
+    """A question; `left` means that the client has gone, `dropped` that it was ended for that reason."""
 
     name: str
     body: Any = None
@@ -56,7 +56,7 @@ class Worker:
         return data
 
     def leave(self, question: Question) -> None:
-        """Say that nobody waits for the answer: a question that has not begun is dropped."""
+        """Note that the client has gone: a question that has not begun is dropped."""
         with self._turn:
             question.left = True
             self._turn.notify_all()
@@ -89,7 +89,7 @@ class Worker:
 
     def _check_left(self, question: Question) -> None:
         if question.left:
-            raise BusyError("nobody waits for this answer any more")
+            raise BusyError("the client of this question has gone")
 
     def _answer(self, question: Question) -> bytes:
         connection = self._ensure_running()

@@ -35,7 +35,7 @@ def format_percent(share: float) -> str:
 
 def format_count(value: int, word: str) -> str:
     """
-    >>> format_count(1, "rank"), format_count(8, "microbatch")
-    ('1 rank', '8 microbatches')
+    >>> format_count(1, "rank"), format_count(8, "microbatch"), format_count(4, "process")
+    ('1 rank', '8 microbatches', '4 processes')
     """
-    return f"{value} {word}" if value == 1 else f"{value} {word}{'es' if word.endswith('ch') else 's'}"
+    return f"{value} {word}" if value == 1 else f"{value} {word}{'es' if word.endswith(('ch', 's')) else 's'}"

@@ -16,6 +16,7 @@ SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 BYTES = {"B": 1} | {f"{p}{u}": b**n for u, b in (("B", 1000), ("iB", 1024)) for n, p in enumerate("KMGTP", start=1)}
 """The units of size, in bytes."""
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_TIME = re.compile(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*")
 
 
@@ -36,6 +37,18 @@ def parse_size(value: float | str, name: str | None = None) -> float:
         return _parse_text(value) if isinstance(value, str) else check_number("a size", value)
     except CostsError as error:
         raise (error if name is None else CostsError(f"{name}: {error}")) from None
+
+
+def parse_time(text: str, name: str) -> tuple[float, str]:
+    """Read a time: a number and its unit, which is empty if none is written.
+
+    >>> parse_time("5us", "latency"), parse_time("0.1", "latency")
+    ((5.0, 'us'), (0.1, ''))
+    """
+    match = _TIME.fullmatch(text)
+    if match is None or match[2] not in {"", *SECONDS}:
+        raise CostsError(f"{name}: {text!r} is not a time: write a number and one of {', '.join(SECONDS)}, like 5us")
+    return float(match[1]), match[2]
 
 
 def check_number(name: str, value: Any) -> float:

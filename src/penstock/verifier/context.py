@@ -90,10 +90,10 @@ class Context:
         """The edge that a communication entry goes along; -1 for other entries and if there is no such edge."""
         edge = np.full(len(self.rows.codes), -1, dtype=np.int64)
         entries = np.flatnonzero(self.communicates & self.inside)
-        edge[entries] = self._edges_of(entries)
+        edge[entries] = self._list_edges(entries)
         return edge
 
-    def _edges_of(self, entries: Ints) -> Ints:
+    def _list_edges(self, entries: Ints) -> Ints:
         """The edges that sends, receives and waits for sends go along; -1 if there is no such edge."""
         rows = self.rows
         stage, peer = rows.stage[entries], peer_stages(rows)[entries]
@@ -105,7 +105,7 @@ class Context:
         """Whether a communication entry, or a wait for a send, goes along an edge of the graph."""
         waits = np.flatnonzero(self.rows.is_kind(*SEND_WAITS) & self.inside)
         along = self.edge >= 0
-        along[waits] = self._edges_of(waits) >= 0
+        along[waits] = self._list_edges(waits) >= 0
         return along
 
     @cached_property

@@ -100,13 +100,13 @@ def report(table: Table, semantics: str, findings: Sequence[Finding]) -> str:
     name = f"{table.name!r}, " if table.name else ""
     order = ", the worst first" if len(findings) > 1 else ""
     head = f"{many} in {name}{table.describe()} ({semantics}){order}:"
-    parts = [head, *(_entry(number, finding) for number, finding in enumerate(findings[:_SHOWN], start=1))]
+    parts = [head, *(_write_entry(number, finding) for number, finding in enumerate(findings[:_SHOWN], start=1))]
     if len(findings) > _SHOWN:
         parts.append(f"and {len(findings) - _SHOWN} more")
     return "\n\n".join(parts)
 
 
-def _entry(number: int, finding: Finding) -> str:
+def _write_entry(number: int, finding: Finding) -> str:
     lines = [f"{number}. {finding.rule}, {finding.place}:", f"   {finding.message}.", f"   {finding.remedy}."]
     if finding.excerpt:
         lines += ["", textwrap.indent(finding.excerpt, "     ")]

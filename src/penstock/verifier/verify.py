@@ -8,9 +8,9 @@ from itertools import islice
 import numpy as np
 
 from penstock.errors import CostsError, ScheduleError, UnknownNameError, VerifyError, nearest
-from penstock.ir.costs import Costs
+from penstock.ir.costs import Costs, check_costs
 from penstock.ir.kind import SENDS
-from penstock.ir.table import Table
+from penstock.ir.table import Table, check_table
 from penstock.text.units import check_count, parse_size
 from penstock.verifier.context import Context
 from penstock.verifier.finding import Finding, report
@@ -49,11 +49,11 @@ def verify(
     >>> verify(Schedule.from_actions([["0F0", "0B0"], ["1F0", "1B0"]], Placement.linear(2))).actions
     4
     """
-    context = _context(table, semantics, costs, max_outstanding_sends, memory_limit=memory_limit, host_memory_limit=host_memory_limit)
+    context = _build_context(table, semantics, costs, max_outstanding_sends, memory_limit=memory_limit, host_memory_limit=host_memory_limit)
     findings = _check(context)
     if findings:
         raise VerifyError(findings, report(table, semantics, findings))
-    return _proof(context, with_memory=memory_limit is not None or host_memory_limit is not None or costs is not None)
+    return _build_proof(context, with_memory=memory_limit is not None or host_memory_limit is not None or costs is not None)
 
 
 def check(
@@ -66,9 +66,10 @@ def check(
     max_outstanding_sends: int | None = None,
     rules: Collection[str] | None = None,
 ) -> list[Finding]:
-    """Every finding, the worst first, and none where the proof succeeds; `rules` limits them to some rules, by name."""
+    """Every finding, the worst first, and none if the proof succeeds; `rules` limits them to some rules, by name."""
     return _check(
-        _context(table, semantics, costs, max_outstanding_sends, memory_limit=memory_limit, host_memory_limit=host_memory_limit), rules
+        _build_context(table, semantics, costs, max_outstanding_sends, memory_limit=memory_limit, host_memory_limit=host_memory_limit),
+        rules,
     )
 
 
@@ -83,7 +84,7 @@ def _check_rules(context: Context, rules: Collection[str] | None) -> Iterator[Fi
             yield from islice(rule.check(context), MOST_FINDINGS)
 
 
-def _proof(context: Context, with_memory: bool) -> Proof:
+def _build_proof(context: Context, with_memory: bool) -> Proof:
     table = context.table
     return Proof(
         name=table.name,
@@ -102,29 +103,29 @@ def _proof(context: Context, with_memory: bool) -> Proof:
         memory_limit=context.limits,
         host_memory=tuple(peak_host_memory(table, context.costs)) if with_memory and has_copies(context) else None,
         host_memory_limit=context.host_limits,
+        in_bytes=context.in_bytes,
     )
 
 
 # Arguments ------------------------------------------------------------------------------------------------------------
 
 
-def _context(
+def _build_context(
     table: Table, semantics: str, costs: Costs | None, outstanding: int | None, *, memory_limit: Limit, host_memory_limit: Limit
 ) -> Context:
-    if not isinstance(table, Table):
-        raise ScheduleError(f"verify takes a Schedule or a Program, got {type(table).__name__}")
+    check_table(table, "verify")
     if semantics not in SEMANTICS:
         raise UnknownNameError(f"there are no semantics {semantics!r}: {nearest(str(semantics), SEMANTICS)}")
     if outstanding is not None:
         check_count("max_outstanding_sends", outstanding, 0, error=ScheduleError)
-    costs = costs or Costs()
+    costs = check_costs(costs)
     costs.check(table.stages, table.units)
-    limits, in_bytes = _limits("memory_limit", memory_limit, table.ranks)
-    host_limits, host_in_bytes = _limits("host_memory_limit", host_memory_limit, table.ranks)
+    limits, in_bytes = _read_limits("memory_limit", memory_limit, table.ranks)
+    host_limits, host_in_bytes = _read_limits("host_memory_limit", host_memory_limit, table.ranks)
     return Context(table, semantics, costs, limits, host_limits, in_bytes=in_bytes or host_in_bytes, max_outstanding_sends=outstanding)
 
 
-def _limits(name: str, limit: Limit, ranks: int) -> tuple[tuple[float, ...] | None, bool]:
+def _read_limits(name: str, limit: Limit, ranks: int) -> tuple[tuple[float, ...] | None, bool]:
     """One limit per rank, if there is one, and whether any was given with a unit."""
     if limit is None:
         return None, False

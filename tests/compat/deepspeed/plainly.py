@@ -1,4 +1,4 @@
-"""Streams run the plain way, as DeepSpeed's engine does: one instruction after the other, sends and receives that block, buffers
+"""A plain interpreter of streams, as DeepSpeed's engine runs them: one instruction after the other, sends and receives that block, buffers
 that are overwritten without asking, one loss, and one piece of memory for whatever was received last. What a buffer number of a
 backward means is taken seriously, though, where DeepSpeed ignores it."""
 
@@ -96,7 +96,7 @@ def wrong_if(condition: bool, what: str) -> None:
 
 
 def run(streams: list[Stream], micro_batches: int, buffers: list[int]) -> None:
-    """Run everything; raises where any of it goes wrong."""
+    """Run everything; raises if any of it goes wrong."""
     stages = [Stage(n, len(streams), [each for step in stream for each in step], buffers[n]) for n, stream in enumerate(streams)]
     while any(stage.now for stage in stages):
         moved = [advance(stages, stage) for stage in stages]

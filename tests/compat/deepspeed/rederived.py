@@ -1,4 +1,4 @@
-"""DeepSpeed's streams worked out a second time, from when each microbatch is where.
+"""DeepSpeed's streams derived a second time, from the position of each microbatch at each step.
 
 In training, stage s of p runs the forward of microbatch m in step 2m + s and its backward in step 2m + 2p - 1 - s; in inference
 the forward in step m + s. Messages are written down in the step in which they are exchanged.

@@ -51,7 +51,7 @@ def step(engine: PipelineEngine, batch: list[Any]) -> float:
 
 
 def straight(batches: list[list[Any]]) -> list[float]:
-    """Without a stop and without a pipeline."""
+    """The uninterrupted, unpipelined run."""
 
     def train() -> list[float]:
         engine = engine_of(1)
@@ -119,7 +119,7 @@ class Whole(nn.Module):
 
 
 def test_a_checkpoint_is_one_of_ours(tmp_path: Path, batches: list[list[Any]]) -> None:
-    """So that the unpipelined model takes it, under the names of its state dict."""
+    """The state dict loads into the unpipelined model."""
 
     def save() -> tuple[float, list[str]]:
         engine = engine_of(3)

@@ -206,7 +206,7 @@ def test_tuples_and_tensors_without_gradients_between_stages() -> None:
 
 
 def test_microbatches_of_different_shapes() -> None:
-    """Each counts alike, as in DeepSpeed, whatever its size."""
+    """Each microbatch has the same weight, as in DeepSpeed, independent of its size."""
     batches = [(torch.randn(size, WIDTH), torch.randn(size, WIDTH)) for size in (1, 5, 2, 3)]
     assert_trained_alike(model(), batches, 4, 3)
 
@@ -297,7 +297,7 @@ def test_a_batch_function_and_stages_between() -> None:
 
 @pytest.mark.parametrize("by_class", [False, True])
 def test_a_subclass_that_chooses_its_schedule_and_adds_an_instruction(by_class: bool) -> None:
-    """As people extend DeepSpeed's engine; a stream with an instruction of their own runs without a proof."""
+    """An engine with a custom instruction, as users extend DeepSpeed's: its stream runs without a proof."""
 
     class Note(s.PipeInstruction):
         text: str

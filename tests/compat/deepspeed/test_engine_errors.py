@@ -1,4 +1,4 @@
-"""How the engine refuses, and how it fails."""
+"""Refusals and failures of the engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Skip(s.PipeInstruction):
 
 
 class Unproved(PipelineEngine):
-    """Runs whatever it is given."""
+    """Runs the streams that it gets."""
 
     def _exec_skip(self) -> None:
         pass
@@ -203,7 +203,7 @@ def test_a_report_says_where_every_rank_is() -> None:
 
 
 def test_blocking_sends_wait_for_their_receive() -> None:
-    """Both send before they receive: with sends that block nobody goes on."""
+    """Both send before they receive: with sends that block, neither goes on."""
 
     class Two(s.PipeSchedule):
         def steps(self) -> Iterator[list[s.PipeInstruction]]:

@@ -1,4 +1,4 @@
-"""What DeepSpeed's configuration asks for and is not here."""
+"""Settings of DeepSpeed's configuration that are not supported."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def test_zero_is_refused_with_the_way_out(tmp_path: Path) -> None:
         lambda: deepspeed.initialize(SimpleNamespace(deepspeed_config=str(file)), model=None),
         lambda: deepspeed.initialize(config={"zero_optimization": True}),
     ):
-        with pytest.raises(ScheduleError, match=r"ZeRO \(stage [12]\) is not here: train with penstock.runtime.Pipeline"):
+        with pytest.raises(ScheduleError, match=r"ZeRO \(stage [12]\) is not supported: train with penstock.runtime.Pipeline"):
             call()

@@ -233,7 +233,7 @@ def test_tied_layers(stages: int) -> None:
 
 
 def test_tied_layers_start_from_the_first() -> None:
-    """Whatever a later stage has built."""
+    """Independent of what a later stage has built."""
 
     def layers() -> list[Any]:
         return [TiedLayerSpec("end", Block, 0), LayerSpec(Block, 1), TiedLayerSpec("end", Block, 7)]
@@ -252,7 +252,7 @@ def test_tied_layers_start_from_the_first() -> None:
 
 
 class Inner(nn.Module):
-    """Has a block's weight as something of its own inside."""
+    """Holds a block's weight as an attribute of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -423,7 +423,7 @@ def test_the_interval_may_change() -> None:
 
 @pytest.mark.parametrize("interval", [0, 1])
 def test_seeded_layers_do_not_depend_on_the_cut(interval: int) -> None:
-    """Neither in their first values nor in what they draw."""
+    """The initial values and the random numbers do not depend on it."""
     batches = data(8)
 
     def layers() -> list[Any]:

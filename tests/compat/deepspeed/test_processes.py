@@ -78,7 +78,7 @@ DEADLINE = 60.0
 def fail(batches: list[Any], failing: int) -> tuple[str, float, float]:
     """One rank runs out of data in the first batch; the next batch works.
 
-    The error is kept meanwhile, as by whoever handles it: what it refers to must not keep other ranks waiting.
+    The error is kept meanwhile, as an error handler would: its references must not keep other ranks waiting.
     """
     module = PipelineModule(specs(), topology=PipeDataParallelTopology(2, 2), loss_fn=loss_fn)
     engine = PipelineEngine(module, micro_batches=2, optimizer=sgd, deadline=DEADLINE)
@@ -119,7 +119,7 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """Sum what the slices have made; the gradient is the same for all."""
+    """Sum the results of the slices; the gradient is the same for all."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -133,7 +133,7 @@ class Leave(torch.autograd.Function):
 
 
 class Dense(nn.Module):
-    """Two linear maps with something between them."""
+    """Two linear maps with an activation between them."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

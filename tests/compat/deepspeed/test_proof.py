@@ -1,4 +1,4 @@
-"""What is proved of streams, against running them the plain way; and how they are refused."""
+"""Proofs of streams against a plain interpreter, and refusals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import penstock as ps
 from compat.deepspeed.plainly import WentWrongError, instructions, run
 from penstock.compat.deepspeed import prove, to_program
 from penstock.compat.deepspeed import schedule as s
-from penstock.compat.deepspeed.proof import program_of
+from penstock.compat.deepspeed.proof import build_program
 from penstock.errors import PassError, VerifyError
 from penstock.passes.deepspeed.instructions import Instruction, Stream, streams
 
@@ -27,7 +27,7 @@ def made(name: str, ranks: int, microbatches: int) -> tuple[list[Stream], list[i
 
 def is_proved(found: Sequence[Stream], microbatches: int, buffers: Sequence[int]) -> bool:
     try:
-        program_of(found, microbatches, buffers)
+        build_program(found, microbatches, buffers)
     except VerifyError:
         return False
     return True
@@ -85,7 +85,7 @@ def test_what_goes_right_is_proved(name: str, ranks: int, microbatches: int, dat
     found, buffers = made(name, ranks, microbatches)
     disturbed(found, buffers, data)
     if goes_right(found, microbatches, buffers):
-        program_of(found, microbatches, buffers)
+        build_program(found, microbatches, buffers)
 
 
 # How mistakes are told ------------------------------------------------------------------------------------------------

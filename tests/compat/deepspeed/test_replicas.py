@@ -117,7 +117,7 @@ def test_replicas_start_from_the_values_of_the_first() -> None:
 
 
 class Branch(nn.Module):
-    """Uses one of two layers, by what it is given."""
+    """Uses one of two layers, depending on its input."""
 
     def __init__(self) -> None:
         super().__init__()

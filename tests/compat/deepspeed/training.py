@@ -1,4 +1,4 @@
-"""A model, its data, and what training it without a pipeline gives."""
+"""A model, its data, and the results of training it without a pipeline."""
 
 from __future__ import annotations
 

@@ -33,12 +33,26 @@ VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 """The installed torch's."""
 
 
+def later(since: tuple[int, int], *values: Any) -> tuple[Any, ...]:
+    """Return the arguments that torch takes since a version; none with an older torch."""
+    return values if since <= VERSION else ()
+
+
 def with_waits(row: str) -> str:
     """Add to a row the waits that torch demands since 2.15: for each reduction behind it, for each send at the row's end."""
     if VERSION < (2, 15):
         return row
     sends = [cell.replace("SEND", "WAIT_SEND") for cell in row.split() if "SEND" in cell]
     return " ".join([re.sub(r"(\d+)REDUCE_GRAD", r"\1REDUCE_GRAD \1WAIT_REDUCE_GRAD", row), *sends])
+
+
+def prepare(package: Package, stage: Any, args: Any = None, kwargs: Any = None) -> None:
+    """Set up a stage with static shapes for two microbatches, as torch's schedules do."""
+    stage.has_backward = True
+    if VERSION >= (2, 12):
+        stage._inference_mode = package._utils.InferenceMode.STATIC
+    stage._prepare_forward_infra(2, args, kwargs, *later((2, 12), True))
+    stage._prepare_backward_infra(2)
 
 
 def fill(info: Any, generator: torch.Generator | None = None) -> None:
@@ -53,8 +67,16 @@ def forward_cache(stage: Any) -> dict[int, Any]:
     return cache
 
 
+def _leave_out_messages_to_itself(stage: Any) -> None:
+    """Have torch 2.11 open no connection from a rank to itself, which gloo refuses; else it could run no rank with adjacent stages."""
+    get_ops = stage._get_init_p2p_neighbors_ops
+    stage._get_init_p2p_neighbors_ops = lambda self: [op for op in get_ops(self) if op.group_peer != self.group_rank]
+
+
 TORCH, OURS = Package("torch.distributed.pipelining"), Package("penstock.compat.torch")
 BOTH = [TORCH, OURS]
+if VERSION < (2, 12):
+    _leave_out_messages_to_itself(TORCH.stage._PipelineStageBase)
 
 LOOPED = ["ScheduleLoopedBFS", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"]
 ON_A_V = ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"]

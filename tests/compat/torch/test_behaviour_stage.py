@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from compat.torch.both import BOTH, VERSION, Package, fill, forward_cache
+from compat.torch.both import BOTH, VERSION, Package, fill, forward_cache, prepare
 from compat.torch.models import assert_same, block, blocks, data, grads, loop, schedule, stages
 
 both = pytest.mark.parametrize("package", BOTH, ids=repr)
@@ -183,10 +183,7 @@ def test_outputs_are_cleared_by_the_next_step(package: Package) -> None:
 def by_hand(package: Package, module: nn.Module, x: Tensor) -> Any:
     """Build a stage with static shapes, set up for two microbatches."""
     stage = package.top.PipelineStage(module, 0, 1, CPU, x, x.clone().requires_grad_())
-    stage.has_backward = True
-    stage._inference_mode = package._utils.InferenceMode.STATIC
-    stage._prepare_forward_infra(2, (x,), {}, has_backward=True)
-    stage._prepare_backward_infra(2)
+    prepare(package, stage, (x,), {})
     return stage
 
 
@@ -197,7 +194,7 @@ def test_driving_a_stage_by_hand(package: Package) -> None:
     held = copy.deepcopy(modules)
     stage = by_hand(package, held[0], x[:4])
     for k, (part, wanted) in enumerate(zip(x.split(4), y.split(4), strict=True)):
-        out = stage.forward_one_chunk(k, (part,))
+        out = stage.forward_one_chunk(k, (part,), {})
         assert_same(out, modules[0](part))
         stage.backward_one_chunk(k, loss=functional.mse_loss(out, wanted), last_backward=k == 1)
     assert_same(grads(held), loop(modules, x, y, 2, scale=False).grads)
@@ -211,7 +208,7 @@ def test_driving_a_split_backward_by_hand(package: Package) -> None:
     modules, (x, y) = blocks(1), data(8)
     held = copy.deepcopy(modules)
     stage = by_hand(package, held[0], x[:4])
-    outs = [stage.forward_one_chunk(k, (part,)) for k, part in enumerate(x.split(4))]
+    outs = [stage.forward_one_chunk(k, (part,), {}) for k, part in enumerate(x.split(4))]
     for k, wanted in enumerate(y.split(4)):
         stage.backward_one_chunk(k, loss=functional.mse_loss(outs[k], wanted), full_backward=False)
     for k in range(2):
@@ -255,7 +252,7 @@ def test_local_values_between_stages_of_one_rank(package: Package) -> None:
         module.zero_grad()
     for stage in (first, second):
         stage.clear_runtime_states()
-    second.set_local_fwd_input(first.forward_one_chunk(0, (x,)), 0)
+    second.set_local_fwd_input(first.forward_one_chunk(0, (x,), {}), 0)
     out = second.forward_one_chunk(0, ())
     second.backward_one_chunk(0, loss=functional.mse_loss(out, y))
     first.set_local_bwd_input(second.get_local_bwd_output(0), 0)
@@ -292,11 +289,9 @@ def test_first_and_last_stage(package: Package) -> None:
 def test_messages_of_a_middle_stage(package: Package) -> None:
     """A middle stage receives from both neighbours and sends to both."""
     x = torch.zeros(2, 6, requires_grad=True)
-    stage = package.top.PipelineStage(nn.Linear(6, 6), 1, 3, CPU, x, x, output_grads=torch.zeros(2, 6), input_grads=torch.zeros(2, 6))
-    stage.has_backward = True
-    stage._inference_mode = package._utils.InferenceMode.STATIC
-    stage._prepare_forward_infra(2, None, None, has_backward=True)
-    stage._prepare_backward_infra(2)
+    options = {"output_grads": torch.zeros(2, 6), "input_grads": torch.zeros(2, 6)} if VERSION >= (2, 12) else {}
+    stage = package.top.PipelineStage(nn.Linear(6, 6), 1, 3, CPU, x, x, **options)
+    prepare(package, stage)
 
     def told(ops: list[Any]) -> list[Any]:
         return [(op.op is dist.isend, tuple(op.tensor.shape), op.peer) for op in ops]

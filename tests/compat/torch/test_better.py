@@ -30,7 +30,7 @@ def test_frozen_first_stage(name: str) -> None:
         parameter.requires_grad_(False)
     wanted = loop(modules, x, y, 6)
     assert_same(run(OURS, name, modules, x, y, 6), wanted)
-    if name != "ScheduleDualPipeV":
+    if name != "ScheduleDualPipeV" and VERSION >= (2, 12):
         theirs = run(TORCH, name, modules, x, y, 6).grads
         assert theirs == [None] * 8
 

@@ -152,7 +152,7 @@ def one_of_two() -> Iterator[None]:
 @pytest.mark.usefixtures("one_of_two")
 @pytest.mark.parametrize("split", [False, True])
 def test_released_outputs(split: bool) -> None:
-    """After a release nobody holds the sent output any more, and the backward has the same numbers."""
+    """After a release nothing holds the sent output, and the backward has the same numbers."""
     torch.manual_seed(0)
     module, x, grad = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), torch.randn(2, 6), torch.randn(2, 6)
     found = []

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import warnings
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock as ps
-from compat.torch.both import BOTH, LOOPED, ON_A_V, OURS, SINGLE, TORCH, Package, parse
+from compat.torch.both import BOTH, LOOPED, ON_A_V, OURS, SINGLE, TORCH, VERSION, Package, later, parse
 from compat.torch.models import Outcome, assert_same, blocks, data, grads, held_by, loop, schedule, stages
 from penstock.runtime.launch.workers import Workers
 
@@ -82,6 +85,31 @@ def test_waits_between_ranks(workers: Workers, name: str, defer_pp_recv: bool) -
     options = {**OPTIONS, "defer_pp_recv": defer_pp_recv, "max_outstanding_sends": limit}
     found = together(workers.run(train, (OURS, name, modules, [batch], 8, options), ranks=2), name, 2, 4)
     assert_same(found, loop(modules, *batch, 8))
+
+
+def train_per_edge(package: Package, name: str, modules: list[nn.Module], batch: Any) -> tuple[Outcome, list[bool]]:
+    """Run a step with one communicator per pair of ranks and direction, which torch 2.15 has as a setting."""
+    settings: Any = importlib.import_module("torch.distributed.config") if VERSION >= (2, 15) else SimpleNamespace()
+    seen: list[bool] = []
+
+    class Asked(package.top.PipelineStage):  # type: ignore[misc,name-defined]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            seen.append(self.p2p_per_edge)
+
+    with mock.patch.object(settings, "pipeline_per_edge_p2p", True, create=True), mock.patch.object(package.top, "PipelineStage", Asked):
+        return train(package, name, modules, [batch], 8, {}), seen
+
+
+@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
+def test_a_communicator_per_edge(workers: Workers, name: str) -> None:
+    """A stage says what torch has set; the numbers are the same. Before torch 2.15 there is no such setting, and a stage says no."""
+    total = 2 if name in SINGLE else 4
+    modules, batch = blocks(total), data(16)
+    for package in BOTH if VERSION >= (2, 15) else [OURS]:
+        outcomes = workers.run(train_per_edge, (package, name, modules, batch), ranks=2)
+        assert_same(together([outcome for outcome, _ in outcomes], name, 2, total), loop(modules, *batch, 8))
+        assert {flag for _, seen in outcomes for flag in seen} == {VERSION >= (2, 15)}
 
 
 @pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
@@ -280,7 +308,7 @@ def stage_by_stage(package: Package, modules: list[nn.Module], x: Tensor, y: Ten
             self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, losses: Any = None, *more: Any, **named: Any
         ) -> None:
             arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-            self._initialize_stage(arg_mbs[0], kwarg_mbs[0], target_mbs[0] if target_mbs else None)
+            self._initialize_stage(arg_mbs[0], kwarg_mbs[0], *later((2, 12), target_mbs[0] if target_mbs else None))
             sending = []
             for k in range(self._n_microbatches):
                 for works in schedules._sorted_batch_p2p(self._stage.get_fwd_recv_ops(k)).values():

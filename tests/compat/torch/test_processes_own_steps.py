@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from compat.torch.both import BOTH, OURS, Package, parse
+from compat.torch.both import BOTH, OURS, Package, later, parse
 from compat.torch.models import Outcome, assert_same, blocks, data, grads, loop, stages
 from penstock.runtime.launch.workers import Workers
 
@@ -39,7 +39,8 @@ def fused(schedules: Any) -> Any:
             loss_kwargs: Any = None,
         ) -> None:
             arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-            self._initialize_stage(arg_mbs[0], kwarg_mbs[0], target_mbs[0] if target_mbs else None, loss_kwargs)
+            target = target_mbs[0] if target_mbs else None
+            self._initialize_stage(arg_mbs[0], kwarg_mbs[0], *later((2, 12), target), *later((2, 13), loss_kwargs))
             stage, count = self._stage, self._n_microbatches
             ahead = min(count, self._num_stages - stage.stage_index)
             pending: list[Any] = []
@@ -47,7 +48,7 @@ def fused(schedules: Any) -> Any:
                 if k < count:
                     self.exchange(pending + stage.get_fwd_recv_ops(k))
                     output = stage.forward_one_chunk(k, arg_mbs[k], kwarg_mbs[k], save_forward_output=return_outputs)
-                    self._maybe_compute_loss(stage, output, target_mbs, k, loss_kwargs)
+                    self._maybe_compute_loss(stage, output, target_mbs, k, *later((2, 13), loss_kwargs))
                     pending = stage.get_fwd_send_ops(k)
                 if k >= ahead - 1 and k - ahead + 1 < count:
                     back = k - ahead + 1
@@ -88,7 +89,8 @@ def lockstep(package: Package) -> Any:
             loss_kwargs: Any = None,
         ) -> None:
             arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-            self._initialize_stages(arg_mbs[0], kwarg_mbs[0], target_mbs[0] if target_mbs else None, loss_kwargs)
+            target = target_mbs[0] if target_mbs else None
+            self._initialize_stages(arg_mbs[0], kwarg_mbs[0], *later((2, 12), target), *later((2, 13), loss_kwargs))
             mine = {stage.stage_index: stage for stage in self._stages}
             done = dict.fromkeys(mine, 0)
             others = [row for rank, row in self.pipeline_order.items() if rank != self.rank]
@@ -98,7 +100,7 @@ def lockstep(package: Package) -> Any:
                     stage, k = mine[action.stage_index], action.microbatch_index
                     if action.computation_type == schedules.FORWARD:
                         output = stage.forward_one_chunk(k, arg_mbs[k], kwarg_mbs[k], save_forward_output=return_outputs)
-                        self._maybe_compute_loss(stage, output, target_mbs, k, loss_kwargs)
+                        self._maybe_compute_loss(stage, output, target_mbs, k, *later((2, 13), loss_kwargs))
                         ops += stage.get_fwd_send_ops(k)
                     else:
                         done[stage.stage_index] += 1

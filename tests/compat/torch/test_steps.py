@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compat.torch.both import BOTH, LOOPED, ON_A_V, OURS, SINGLE, TORCH, Package, forward_cache, parse
+from compat.torch.both import BOTH, LOOPED, ON_A_V, OURS, SINGLE, TORCH, VERSION, Package, forward_cache, parse
 from compat.torch.models import Outcome, assert_same, blocks, chunks_of, data, grads, loop, run, schedule, stages
 
 ALL = [*SINGLE, *LOOPED, *ON_A_V]
@@ -113,7 +113,11 @@ def test_keyword_arguments_and_chunk_specs(name: str) -> None:
                     "kwargs_chunk_spec": {"shift": spec(0), "twice": keep(), "table": {"all": keep()}},
                 }
             table = {"all": whole if specified else whole.expand(12, 5)}
-            found.append(run(package, name, modules, x, y, 4, step={"shift": shift, "twice": True, "table": table}, **options))
+            splits = (
+                package is OURS or name == "ScheduleDualPipeV" or VERSION >= (2, 13)
+            )  # before, torch splits no backward with such values
+            of = name if splits or name not in SPLIT else "ScheduleInterleaved1F1B"
+            found.append(run(package, of, modules, x, y, 4, step={"shift": shift, "twice": True, "table": table}, **options))
         assert_same(found[1], found[0])
 
 

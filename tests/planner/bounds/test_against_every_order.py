@@ -43,7 +43,7 @@ def draw_problem(chance: random.Random) -> Problem:
     uneven = chance.random() < 0.3
 
     def draw(*amounts: float) -> list[float]:
-        """One value per stage, the same for all where stages are even."""
+        """One value per stage, the same for all if stages are even."""
         return [chance.choice(amounts) for _ in range(stages)] if uneven else [chance.choice(amounts)] * stages
 
     times = {name: draw(1.0, 2.0, 3.0, 4.0) for name in ("f", "i", "w")}

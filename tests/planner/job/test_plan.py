@@ -95,7 +95,7 @@ def test_wrong_options_are_refused(options, message):
 
 
 def test_an_unknown_schedule_of_a_prediction_is_refused():
-    with pytest.raises(ps.PlanError, match="is none of the schedules for these degrees: interleaved-1f1b"):
+    with pytest.raises(ps.PlanError, match=r"chunks=7}' does not go with pipeline 4, .*: 8 layers are too few for its 28 stages"):
         ps.predict_job(small_job(), ps.Configuration(pipeline=4), schedule="interleaved-1f1b{chunks=7}")
     with pytest.raises(PenstockError, match=r"a penstock.Job, got dict"):
         ps.plan_job({})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 
@@ -13,9 +14,11 @@ from penstock.errors import ScheduleError
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
 from penstock.planner.bounds.lower_bound import lower_bound
-from penstock.planner.named_schedules import list_named_schedules
+from penstock.planner.named_schedules import list_named_schedules, one_at_a_time
 from penstock.planner.order_search.search import SearchResult, search, shorten
 from penstock.planner.problem import Problem
+from planner.every_order import EveryOrder
+from planner.sliced_models import random_model
 from planner.small_problems import TINY, best_of_all, problems
 
 
@@ -34,7 +37,7 @@ def best_named(problem: Problem) -> float:
 
 
 def check(problem: Problem, found: SearchResult) -> None:
-    """What is found is proved, fits, and takes what it is said to take, which is no less than the bound."""
+    """The result is proved and fits, and its simulated time is its objective and not below the bound."""
     assert found.schedule is not None
     ps.verify(ps.lower(found.schedule), memory_limit=problem.memory_limit, costs=problem.costs)
     timeline = problem.evaluate(found.schedule)
@@ -56,6 +59,45 @@ def test_tiny_problems_are_solved(problem: Problem) -> None:
 def test_tiny_problems_with_messages_lie_between_the_best_and_the_named(problem: Problem) -> None:
     """What is received takes memory that depends on all ranks' orders, which local search does not see before the end."""
     assert best_of_all(problem) * (1 - 1e-9) <= search(problem, rounds=1000).objective <= best_named(problem)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_tiny_problems_with_slices_are_solved(seed: int) -> None:
+    """Against every order of the slices: the search finds the best, and no bound is above it."""
+    chance = np.random.default_rng(seed)
+    shape, placement = ((2, 1, 3), (2, 2, 2), (3, 1, 2), (2, 1, 2))[seed % 4], Placement.linear(2 if seed % 4 != 2 else 3)
+    stages, microbatches, slices = shape
+    names = ("f", "i", "w", "activation", "kept", "kept_gradients")
+    values = {name: np.tile(chance.integers(1, 6, (stages, slices)).astype(float), microbatches) for name in names}
+    costs = ps.Costs(**values, latency=float(chance.integers(0, 3)))
+    problem = Problem(placement, microbatches, costs, split=seed % 4 == 3, slices=slices)
+    peaks = problem.evaluate(one_at_a_time(placement, microbatches, slices=slices)).peak_memory
+    for limit in (None, tuple(peaks)):
+        limited = replace(problem, memory_limit=limit)
+        best, _ = EveryOrder(limited, most_nodes=10**6).beat()
+        found = search(limited, rounds=2000)
+        check(limited, found)
+        assert found.objective == pytest.approx(best)
+
+
+@pytest.mark.parametrize("placement", [Placement.linear(3), Placement.v(2), Placement.looped(2, 2)], ids=lambda placement: placement.kind)
+def test_orders_of_slices_are_never_worse_than_a_named_schedule(placement: Placement) -> None:
+    profile = random_model(np.random.default_rng(1), layers=8)
+    sizes = tuple(8 // placement.stages + (stage < 8 % placement.stages) for stage in range(placement.stages))
+    shape = profile, placement, 3, sizes, (False,) * placement.stages
+    free = Problem.cut(*shape, lengths=(40, 32, 24))
+    least = min(max(free.evaluate(schedule).peak_memory) for schedule in list_named_schedules(free))
+    for limit in (None, (least,) * placement.ranks):
+        problem = Problem.cut(*shape, limit, lengths=(40, 32, 24))
+        found = search(problem, rounds=300)
+        check(problem, found)
+        assert found.objective <= best_named(problem)
+
+
+def test_a_search_starts_with_orders_of_as_many_slices() -> None:
+    problem = Problem(Placement.linear(2), 2, ps.Costs(), slices=3)
+    with pytest.raises(ScheduleError, match=r"cannot begin a search for .*2 microbatches of 3 slices"):
+        search(problem, rounds=10, start=[ps.schedule("seq1f1b", 2, 2, slices=2)])
 
 
 @pytest.mark.parametrize("limit", [2.0, 3.0, 4.0, None])

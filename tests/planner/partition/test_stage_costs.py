@@ -54,7 +54,7 @@ def test_stages_on_slices_cost_what_each_slice_costs_as_a_microbatch(seed):
     sizes, recompute = (2, 1, 3, 1), tuple((chance.uniform(size=4) < 0.5).tolist())
     costs = sliced_stage_costs(profile, sizes, placement, recompute, lengths, microbatches=2)
     parts = [stage_costs(part, sizes, placement, recompute) for part in profile.cut_sequence(lengths)]
-    for name in ("f", "i", "w", "activation", "weight_stash", "output"):
+    for name in ("f", "i", "w", "activation", "weight_stash", "kept", "output"):
         for stage in range(4):
             values = [costs.of_stage(name, stage, unit) for unit in range(6)]
             assert values == pytest.approx([part.of_stage(name, stage) for part in parts] * 2), name

@@ -24,6 +24,7 @@ LAYER = ps.Layer(
         w=SliceCost(token=0.001),
         activation=SliceCost(token=0.1, prefix=0.01),
         keys=0.02,
+        key_gradients=0.04,
         error=0.03,
     ),
 )
@@ -118,7 +119,8 @@ def test_the_slices_of_a_profile_are_profiles():
     first, second = profile.cut_sequence((600, 400))
     assert first.layers[0].f == pytest.approx(0.5 + 0.6 + 1e-5 * 600 * 300)
     assert second.layers[0].f == pytest.approx(0.5 + 0.4 + 1e-5 * 400 * 800)
-    assert (second.layers[0].activation, second.layers[0].kept, second.layers[0].output) == pytest.approx((46.0, 8.0, 4.0))
+    assert (second.layers[0].activation, second.layers[0].output) == pytest.approx((46.0, 4.0))
+    assert (second.layers[0].kept, second.layers[0].kept_gradients) == pytest.approx((8.0, 16.0))
     assert (first.input, second.input) == pytest.approx((30.0, 20.0))
     assert profile.cut_sequence(()) == (profile,)
     with pytest.raises(CostsError, match="slices of 600, 300 tokens do not make up a sequence of 1000"):
@@ -131,9 +133,8 @@ def test_a_larger_microbatch_takes_more_per_slice():
     profile = ps.Profile([LAYER], tokens=1000).at(3)
     (whole,) = profile.cut_sequence((1000,))
     (one,) = ps.Profile([LAYER], tokens=1000).cut_sequence((1000,))
-    assert (whole.layers[0].f, whole.layers[0].activation, whole.layers[0].kept) == pytest.approx(
-        (3 * one.layers[0].f, 3 * one.layers[0].activation, 3 * one.layers[0].kept)
-    )
+    for name in ("f", "activation", "kept", "kept_gradients"):
+        assert getattr(whole.layers[0], name) == pytest.approx(3 * getattr(one.layers[0], name))
 
 
 SIZES = {"layers": 3, "hidden": 512, "heads": 8, "sequence": 4096, "vocabulary": 1000, "flops": 1e12}
@@ -154,7 +155,9 @@ def test_a_transformer_as_one_slice_takes_what_its_sequence_takes(more):
     for layer, sliced in zip(profile.layers, whole.layers, strict=True):
         assert (sliced.f, sliced.i, sliced.w) == pytest.approx((layer.f, layer.i, layer.w))
         assert (sliced.weight_stash, sliced.output) == pytest.approx((layer.weight_stash, layer.output))
-        assert sliced.activation == pytest.approx(layer.activation + sliced.kept / 2)  # the room for gradients of keys and values
+        positions = 2 * 4096 * profile.microbatch * SIZES["heads"] * more.get("rope", 0)
+        apart = positions if "block" in layer.name else 0.0  # copied into the key of every head
+        assert sliced.activation + sliced.kept == pytest.approx(layer.activation + apart)
 
 
 def test_the_attention_of_a_transformer_grows_with_the_prefix():
@@ -166,7 +169,15 @@ def test_the_attention_of_a_transformer_grows_with_the_prefix():
     assert late.i - early.i == pytest.approx(2.5 * more)
     assert late.w == pytest.approx(early.w)
     assert late.activation == pytest.approx(early.activation)
-    assert late.kept == pytest.approx(2 * 2 * 1024 * 2 * (512 // 8) * 2)  # keys and values of 2 heads and their gradients, 2 bytes each
+    assert late.kept == pytest.approx(2 * 1024 * 2 * (512 // 8) * 2)  # keys and values of 2 heads, 2 bytes each
+    assert late.kept_gradients == pytest.approx(2 * late.kept)  # summed in 4 bytes each
+
+
+@pytest.mark.parametrize(("size", "summed"), [(2.0, 4.0), (4.0, 4.0), (8.0, 8.0)])
+def test_gradients_of_keys_are_summed_in_at_least_32_bits(size, summed):
+    block = ps.Profile.transformer(**SIZES, bytes=size).layers[1].slices
+    assert block is not None
+    assert (block.keys, block.key_gradients) == (2 * 512 * size, 2 * 512 * summed)
 
 
 @pytest.mark.parametrize("more", [{"causal": False}, {"flash": False}])

@@ -68,7 +68,7 @@ LLAMA = {"layers": 32, "hidden": 4096, "heads": 32, "ffn": 11008, "gated": True,
 
 @pytest.mark.parametrize("sequence", [4096, 131072])
 def test_causal_flash_attention_counts_only_unmasked_pairs(sequence):
-    """FlashAttention's own count: 4 s^2 x head size x heads forward, 2.5 times that backward, both halved where a mask is causal.
+    """FlashAttention's own count: 4 s^2 x head size x heads forward, 2.5 times that backward, both halved if a mask is causal.
 
     A backward is otherwise twice a forward, and 6 operations per parameter and token is what both take together.
     """
@@ -190,8 +190,8 @@ def test_sizes_to_choose_from_and_links():
         ({"kv_heads": 3}, "heads=8 cannot share kv_heads=3"),
         ({"layers": 0}, "layers must be a whole number of at least 1"),
         ({"microbatch": (1, 0)}, "microbatch must be a whole number"),
-        ({"microbatch": ()}, "both are needed"),
-        ({"flops": 0}, "flops must be more than 0"),
+        ({"microbatch": ()}, "microbatch is empty"),
+        ({"flops": 0}, "flops=0: flops is the number of operations per second .*: write a number above 0"),
         ({"bandwidth": "50Gbit"}, "bandwidth: '50Gbit' is not a size"),
         ({"microbatch": (2, 2)}, "measure each size once"),
         ({"experts": 2, "experts_per_token": 3}, "is more than experts=2"),

@@ -68,7 +68,7 @@ def scores_loss(out: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("microbatches", [2, 4, 11])
 def test_weight_counts_valid_targets(name: str, microbatches: int) -> None:
-    """Microbatches with few valid targets count little; one with none has a loss that is no number, and counts for nothing."""
+    """Microbatches with few valid targets count little; one without any has a NaN loss and weight 0."""
     schedule = ps.schedule(name, ranks=2, microbatches=microbatches)
     x, target = padded(11)
     model = blocks(2).double()
@@ -299,7 +299,7 @@ def test_side_loss_reaches_a_stage_without_other_gradients() -> None:
 def test_side_losses_outside_a_pipeline() -> None:
     router = Router("reported")
     x = torch.randn(3, 6)
-    router(x)  # nobody asks
+    router(x)  # outside a step
     with collect() as extras:
         router(x)
         router(x)

@@ -47,3 +47,13 @@ def test_keyword_arguments_of_the_model_reach_the_first_stage_in_slices():
         assert evaluated == pytest.approx(wanted, rel=1e-12)
         torch.testing.assert_close(inferred, outputs)
         assert shown == f"<StepResult loss {wanted:.6g}, 2 microbatches>"
+
+
+def test_a_pipeline_says_what_it_is():
+    def show() -> str:
+        return repr(Pipeline([nn.Linear(4, 4) for _ in range(4)], schedule="zbv", microbatches=1))
+
+    assert launch(show, 2) == [
+        "<Pipeline 'zbv', v, 2 ranks, 4 stages, 1 microbatch; rank 0 has stages 0, 3>",
+        "<Pipeline 'zbv', v, 2 ranks, 4 stages, 1 microbatch; rank 1 has stages 1, 2>",
+    ]

@@ -117,7 +117,7 @@ def test_each_rank_has_a_stream_that_waits_for_its_messages() -> None:
     for rank, (_, during) in enumerate(found):
         neighbours = [streams[other] for other in (rank - 1, rank + 1) if 0 <= other < 3]
         for other in neighbours:
-            assert sum(each is other for each in during) == 4  # one a microbatch
+            assert sum(each is other for each in during) == 4  # one per microbatch
         assert len(during) == 4 * len(neighbours)
 
 
@@ -238,7 +238,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver(132)
-    monkeypatch.setattr(streams, "_driver", lambda: made)
+    monkeypatch.setattr(streams, "_load_driver", lambda: made)
     streams.split_multiprocessors.cache_clear()
     return made
 

@@ -127,7 +127,7 @@ def test_held_memory_equals_the_simulator_s_count_at_every_point(name: str) -> N
 
 @pytest.mark.parametrize("name", NAMES)
 def test_peaks_equal_the_verifier_s(name: str) -> None:
-    """Of contexts, where no forward shares its place with a backward: a group that holds both counts its forward first."""
+    """Of contexts in which no forward shares its place with a backward: a group that holds both counts its forward first."""
     found: Counter[int] = Counter()
 
     def watch_with(executor: Any) -> Observe:

@@ -190,7 +190,7 @@ def test_a_forward_takes_the_stream_that_the_backward_next_to_it_does_not(monkey
     ran: list[tuple[str, int]] = []
 
     class Noted(StreamPair):
-        def on(self, number: int, work: Callable[[], None]) -> None:
+        def run_on(self, number: int, work: Callable[[], None]) -> None:
             ran.append(("on", number))
             work()
 

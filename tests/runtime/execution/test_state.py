@@ -84,7 +84,7 @@ def test_batch_statistics_count_each_microbatch_once(name: str) -> None:
 def test_building_a_pipeline_runs_nothing() -> None:
     class Never(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            raise AssertionError("nobody asked for a forward")
+            raise AssertionError("an unexpected forward")
 
     pipe = Pipeline(nn.Sequential(Never(), Never()), schedule="zbv", microbatches=4, loss_fn=functional.mse_loss)
     assert pipe.program().training

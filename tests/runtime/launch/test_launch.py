@@ -28,8 +28,9 @@ def test_invalid_arguments_are_refused() -> None:
         launch(rank, 0)
     with pytest.raises(ScheduleError, match="backend 'mpi'"):
         launch(rank, 2, "mpi")
-    with pytest.raises(ScheduleError, match="ranks that each have a GPU of their own use NCCL by themselves"):
-        launch(rank, 2, "nccl")
+    for name in ("nccl", "NCCL"):
+        with pytest.raises(ScheduleError, match="ranks that each have a GPU of their own use NCCL by themselves"):
+            launch(rank, 2, name)
 
 
 def test_one_rank_at_a_time() -> None:
@@ -132,7 +133,7 @@ def test_random_state_travels_with_the_baton() -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Ctrl-C reaches the test even where the tests were started in the background, which ignores it."""
+    """Ctrl-C reaches the test even if the tests were started in the background, which ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -332,7 +332,7 @@ def test_statistics_of_separate_copies_are_found(monkeypatch: pytest.MonkeyPatch
 
     for found in launch(compare, 2):
         assert found.loop.worst < 1e-12
-    monkeypatch.setattr(RunningStatistics, "scattered", lambda self, actions: set())
+    monkeypatch.setattr(RunningStatistics, "find_scattered", lambda self, actions: set())
     for found in launch(compare, 2):
         assert {"0.1.running_mean", "1.1.running_var"} <= names(found)
         assert not found.loop.close

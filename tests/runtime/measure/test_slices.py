@@ -47,34 +47,33 @@ class Memory:
 
     current: Memory | None = None
 
-    def __init__(self, lengths: list[int]) -> None:
-        self.lengths = lengths
-        self.kept: list[Tensor] = []
-        self.before = 0
-        self.backwards: list[int] = []
+    def __init__(self, slices: int) -> None:
+        self.slices = slices
+        self.lengths: dict[int, int] = {}
+        self.unit = 0
+        self.rows = torch.empty(0)
 
     @contextmanager
     def forward(self, stage: int, unit: int, *, share: float, training: bool) -> Iterator[None]:
-        Memory.current, self.before = self, sum(self.lengths[:unit])
+        Memory.current, self.unit = self, unit
         yield
         Memory.current = None
 
     def extend(self, tokens: Tensor) -> int:
         """Keep the tokens of this slice; return how many there are before it."""
-        assert tokens.shape[1] in self.lengths
-        if not self.kept:
-            self.kept = [tokens.new_empty(tokens.shape[0], sum(self.lengths), tokens.shape[2])]
-        return self.before
+        self.lengths[self.unit] = tokens.shape[1]
+        self.rows = tokens.new_empty(tokens.shape[0], sum(self.lengths.values()), tokens.shape[2])
+        return sum(length for unit, length in self.lengths.items() if unit < self.unit)
 
     def take_roots(self) -> list[Tensor]:
         return []
 
-    def around_backward(self, stage: int, unit: int, operation: Callable[..., None]) -> Callable[..., None]:
-        assert unit == len(self.lengths) - 1
+    def wrap_backward(self, stage: int, unit: int, operation: Callable[..., None]) -> Callable[..., None]:
+        assert unit == self.slices - 1
         return operation
 
     def list_kept(self) -> list[Tensor]:
-        return self.kept
+        return [self.rows]
 
 
 class _Tick(torch.autograd.Function):
@@ -145,9 +144,9 @@ def test_the_times_of_a_layer_are_found_without_that_of_its_prefix(monkeypatch, 
         assert cost.w == SliceCost()
         assert cost.error < 1e-9
         number = torch.finfo(dtype).bits // 8
-        assert cost.keys == 2 * 4 * (number + 4)  # kept once, and summed in 32 bits
+        assert (cost.keys, cost.key_gradients) == (2 * 4 * number, 2 * 4 * 4)  # kept once, and summed in 32 bits
     saved = 2 * 4 * number  # each layer holds its input, and a copy of it for its backward
-    assert costs[0].activation.at(16, 32) == pytest.approx(16 * (2 * saved + costs[0].keys), rel=1e-6)
+    assert costs[0].activation.at(16, 32) == pytest.approx(16 * 2 * saved, rel=1e-6)
 
 
 def test_layers_that_cannot_run_on_slices_have_none(monkeypatch):
@@ -198,10 +197,10 @@ def test_a_decoder_is_profiled_planned_and_trained_on_slices_of_the_planned_leng
     assert (measured.tokens, measured.lacks_slices) == (64, "")
     for layer in measured.layers[1:3]:
         assert layer.slices is not None
-        assert layer.slices.keys == 2 * 2 * WIDTH * (4 + 4)  # rows, keys and values, and their gradients, of 4 bytes each
+        assert layer.slices.keys == layer.slices.key_gradients == 2 * 2 * WIDTH * 4  # rows, keys and values of 4 bytes each
     for layer in (measured.layers[0], measured.layers[3]):
         assert layer.slices is not None
-        assert layer.slices.keys == 0
+        assert layer.slices.keys == layer.slices.key_gradients == 0
     plan = ps.plan(measured, ranks=2, microbatches=2, slices=3, slice_granularity=8, schedules="seq1f1b", seconds=0)
     wanted = mean_loss(model(x), x).item()
     lengths: list[int] = []
@@ -214,6 +213,26 @@ def test_a_decoder_is_profiled_planned_and_trained_on_slices_of_the_planned_leng
     for loss in launch(train, 2):
         assert loss == pytest.approx(wanted, rel=1e-5)
     assert lengths == [*plan.slice_lengths] * 2
+
+
+def test_a_plan_with_slices_and_moves_is_run():
+    """Under a limit that the plan without moves exceeds, the activations that the plan moves are moved, and the numbers stay."""
+    model, x = decoder(6, torch.float32), words(4, 64)
+    measured = profile(model, x[:2], loss_fn=mean_loss, target=x[:2], slices=4, **QUICK)
+    options = {"ranks": 2, "microbatches": 2, "slices": 4, "slice_granularity": 8, "schedules": "seq1f1b", "seconds": 0}
+    limit = 0.8 * max(ps.plan(measured, **options).predicted.peak_memory)
+    plan = ps.plan(measured, **options, memory_limit=limit, offload=True, host_bandwidth=1e12)
+    wanted = mean_loss(model(x), x).item()
+
+    def train() -> tuple[float, int]:
+        pipe = Pipeline(model, plan, loss_fn=mean_loss)
+        loss = float(pipe.step(x, target=x).loss)
+        moves = pipe._executor(2, True).compute.moves
+        return loss, 0 if moves is None else moves.memory.peak
+
+    results = launch(train, 2)
+    assert [loss for loss, _ in results] == pytest.approx([wanted] * 2, rel=1e-5)
+    assert max(moved for _, moved in results) > 0
 
 
 def test_layers_that_mix_tokens_in_another_way_have_no_slices():

@@ -47,6 +47,11 @@ def test_balance_is_optimal(weights: list[int], stages: int) -> None:
     assert max(sum(weights[a:b]) for a, b in itertools.pairwise(ends)) == best
 
 
+def test_many_stages_are_balanced() -> None:
+    """More than Python's stack has frames for."""
+    assert balance_layers([2, *[1] * 1200], 1200, "model") == [1] * 1199 + [2]
+
+
 def test_explicit_sizes() -> None:
     model = blocks(5)
     assert _names(partition(model, 2, [1, 4])) == [("0",), ("1", "2", "3", "4")]

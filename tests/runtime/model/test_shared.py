@@ -96,7 +96,7 @@ def test_bidirectional_copies_have_the_whole_gradient(name: str, microbatches: i
 
     def _scaled(pipe: Pipeline, grad: Tensor) -> Tensor:
         pipe.gather("before", None)
-        grad.mul_(0.5)  # nobody else's gradient is the same tensor
+        grad.mul_(0.5)  # no other gradient is the same tensor
         pipe.gather("after", None)
         return grad
 
@@ -213,7 +213,7 @@ def test_declared_ties(name: str) -> None:
 def test_invalid_declared_ties_are_refused() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
     with pytest.raises(
-        PlacementError, match=r"ties name '2.weight', which is no parameter of the model: did you mean '1.weight' or '0.weight'"
+        PlacementError, match=r"ties name '2.weight', which is not a parameter of the model: did you mean '1.weight' or '0.weight'"
     ):
         Pipeline(model, schedule="1f1b-v", microbatches=1, ties=[("0.weight", "2.weight")])
     with pytest.raises(PlacementError, match=r"shape \[6, 6\] in stage 0 on rank 0, \[3, 6\] in stage 1 on rank 0"):

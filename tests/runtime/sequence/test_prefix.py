@@ -261,7 +261,7 @@ def test_the_prefix_is_stored_once(recompute: bool) -> None:
         def forward(self, x: Tensor) -> Tensor:
             part = current_slice()
             assert part is not None
-            seen.append((id(part.memory), prefix_of("watch").extend(x, dim=1).untyped_storage().data_ptr()))
+            seen.append((id(part.memory), prefix_of("watch").extend(x, dim=1).untyped_storage()._cdata))
             return super().forward(x)
 
     model, x = nn.Sequential(nn.Embedding(11, WIDTH), Watched(), nn.Linear(WIDTH, 11)), words(1, 12)
@@ -278,9 +278,36 @@ def test_the_prefix_is_stored_once(recompute: bool) -> None:
     assert len(set(seen)) == 1
 
 
+def test_memory_of_the_prefix_grows_with_each_slice() -> None:
+    """It holds the tokens that have run and no more, and what was taken of it before stays valid."""
+    memory, tokens = StageMemory(), torch.randn(2, 3, 10, 5)
+    kept, joined = memory.get_kept("x"), []
+    for number, part in enumerate(tokens.split([1, 4, 2, 3], dim=2)):
+        joined.append(*kept.extend(Slice(number, 4, memory), "x", [part], 2))
+        assert joined[-1].untyped_storage().nbytes() == joined[-1].numel() * 4
+        assert list(memory.addresses) == [joined[-1].untyped_storage().data_ptr()]
+    for view in joined:
+        assert torch.equal(view, tokens[:, :, : view.shape[2]])
+        assert view._version == joined[-1]._version  # autograd would refuse a saved tensor with another
+
+
+def test_sums_of_gradients_are_let_go_with_their_slice() -> None:
+    memory = StageMemory()
+    kept = memory.get_kept("x")
+    for number, part in enumerate(torch.randn(1, 9).split([2, 4, 3], dim=1)):
+        kept.extend(Slice(number, 3, memory), "x", [part.requires_grad_()], 1)
+    held = []
+    for number, tokens in ((2, 9), (1, 6), (0, 2)):
+        own = kept.take_gradient(number, 0, torch.ones(1, tokens))
+        assert own is not None
+        assert own.untyped_storage().nbytes() == own.numel() * 4
+        held.append({slice_: part.shape[1] for slice_, part in kept.sums[0].items()})
+    assert held == [{0: 2, 1: 4}, {0: 2}, {}]
+
+
 def test_gradients_of_a_prefix_are_taken_once() -> None:
     """By hand: three slices of one tensor, each multiplied by all tokens so far."""
-    prefixes, tokens = Prefixes(3, None), torch.randn(1, 6, dtype=torch.float64, requires_grad=True)
+    prefixes, tokens = Prefixes(3), torch.randn(1, 6, dtype=torch.float64, requires_grad=True)
     outputs, roots, parts = [], [], list(tokens.detach().split(2, 1))
     for unit, part in enumerate(parts):
         part.requires_grad_()
@@ -301,7 +328,7 @@ def test_gradients_of_a_prefix_are_taken_once() -> None:
 
 
 def test_a_slice_without_gradients_passes_those_of_earlier_ones_on() -> None:
-    prefixes, first, factor = Prefixes(2, None), torch.randn(1, 2, requires_grad=True), torch.randn(1, 1, requires_grad=True)
+    prefixes, first, factor = Prefixes(2), torch.randn(1, 2, requires_grad=True), torch.randn(1, 1, requires_grad=True)
     with prefixes.forward(0, 0, share=1.0, training=True):
         prefix_of("x").extend(first, dim=1)
     roots = prefixes.take_roots()

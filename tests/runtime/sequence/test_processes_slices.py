@@ -13,6 +13,8 @@ from torch import nn
 import penstock as ps
 from composition.parallel import Outcome, check, mesh_of, split_over
 from models.tiny import VOCABULARY, llama
+from penstock.errors import PipelineError, ScheduleError
+from penstock.ir.kind import Kind
 from penstock.runtime import Checkpoints, Pipeline
 from penstock.runtime.launch.workers import Workers
 from runtime.distributed import local_grads, together
@@ -29,14 +31,15 @@ def whole(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Numbers:
     return Numbers(loss.detach(), [], gradients(model))
 
 
-@pytest.mark.parametrize("name", ["seq-zb-h1", "slimpipe"])
-def test_gloo(workers: Workers, name: str) -> None:
-    """Also with slices of different lengths, so that messages change their form from one to the next."""
+@pytest.mark.parametrize(("name", "offload"), [("seq-zb-h1", None), ("slimpipe", None), ("seq-zb-h1", 60), ("slimpipe", True)])
+def test_gloo(workers: Workers, name: str, offload: int | None) -> None:
+    """Also with slices of different lengths, so that messages change their form from one to the next, and with moves to the host."""
     schedule = ps.schedule(name, ranks=3, microbatches=2, slices=4)
     model, x, y = decoder(max(6, schedule.stages)), words(4, 13), words(4, 13)
 
     def train() -> Any:
-        pipe = Pipeline(model, schedule, loss_fn=mean_loss, slice_lengths=[5, 4, 3, 1], recompute=True)
+        pipe = Pipeline(model, schedule, loss_fn=mean_loss, slice_lengths=[5, 4, 3, 1], recompute=True, offload=offload)
+        assert pipe.program().rows.is_kind(Kind.OFFLOAD).any() == bool(offload)
         return pipe.step(x, target=y).loss, local_grads(pipe), pipe.eval_step(x, target=y).loss
 
     found, wanted = workers.run(train, ranks=3), whole(model, x, y)
@@ -48,19 +51,33 @@ def test_gloo(workers: Workers, name: str) -> None:
     assert_within(model, wanted.grads, EXACT)
 
 
-@pytest.mark.parametrize("shard", [False, True])
-def test_data_ranks_and_shards(workers: Workers, shard: bool) -> None:
-    """Two data ranks with other numbers of rows each; with FSDP2 and without."""
+@pytest.mark.parametrize(("shard", "offload"), [(False, None), (True, None), (False, 100)])
+def test_data_ranks_and_shards(workers: Workers, shard: bool, offload: int | None) -> None:
+    """Two data ranks with other numbers of rows each; with FSDP2 and without, and with moves to the host."""
     model, x, y = decoder(4), words(7, 11), words(7, 11)
     schedule = ps.schedule("seq-zb-h1", ranks=2, microbatches=2, slices=3)
 
     def train() -> Outcome:
         mesh = mesh_of(pp=2, dp=2)
-        pipe = Pipeline(copy.deepcopy(model), schedule, loss_fn=mean_loss, mesh=mesh, shard=shard)
+        pipe = Pipeline(copy.deepcopy(model), schedule, loss_fn=mean_loss, mesh=mesh, shard=shard, offload=offload)
         mine, target = split_over(mesh, x, y, (3, 4))
         return Outcome.of(pipe, pipe.step(mine, target=target))
 
     check(workers.run(train), whole(model, x, y))
+
+
+def test_moves_of_sharded_stages_are_refused(workers: Workers) -> None:
+    model, x = decoder(4), words(4, 6)
+
+    def train() -> str:
+        pipe = Pipeline(
+            copy.deepcopy(model), schedule="gpipe", microbatches=4, loss_fn=mean_loss, mesh=mesh_of(pp=2, dp=2), shard=True, offload=100
+        )
+        with pytest.raises((ScheduleError, PipelineError), match=r"stage \d is sharded") as caught:
+            pipe.step(x, target=x)
+        return str(caught.value)
+
+    assert all("leave out shard=True" in reason for reason in workers.run(train))
 
 
 def test_transformers_models(workers: Workers) -> None:

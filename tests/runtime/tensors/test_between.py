@@ -87,7 +87,7 @@ def test_tuple_between_layers_of_a_whole_model_stays_a_tuple() -> None:
 
 
 class AnyOutput(nn.Module):
-    """Passes its input on, next to a tensor that nobody reads and one without a gradient."""
+    """Passes its input on, next to an unused tensor and one without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()

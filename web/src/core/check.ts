@@ -18,7 +18,7 @@ export interface Walk {
   reached: Int32Array;
 }
 
-/** Runs every rank as far as its waits allow. An entry that needs an action that nobody runs waits forever. */
+/** Runs every rank as far as its waits allow. An entry that needs a missing action waits forever. */
 export function walkOrder(linked: Linked, stopped: readonly number[] = []): Walk {
   const { entries, rank, bounds, data } = linked;
   const nodes = rank.length;
@@ -339,7 +339,8 @@ class Checker {
     const also = this.couldRun(before, stop) ? "" : ", and what that needs,";
     const remedy = `Let rank ${this.rank(before)} run ${this.name(before)}${also} before its step ${this.step(stop)}`;
     const finding = this.finding("deadlock", chain[0].after, message, remedy, this.moveBefore(before, this.node(stop)), "hang");
-    return { ...finding, cycle: chain.map(({ before: needs, after }) => this.link(after, needs)) };
+    const ways = steps.map((step) => this.moveBefore(step.before, this.node(step.stop)));
+    return { ...finding, ways, cycle: chain.map(({ before: needs, after }) => this.link(after, needs)) };
   }
 
   /** Whether everything that an entry needs of its own rank is done when the rank stops. */

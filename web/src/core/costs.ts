@@ -10,6 +10,8 @@ const DEFAULTS: Costs = {
   latency: 0,
   activation: 1,
   weight_stash: 0,
+  kept: 0,
+  kept_gradients: 0,
   overlap: 1,
   output: 0,
   bandwidth: null,

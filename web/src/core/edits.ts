@@ -189,7 +189,7 @@ function encodeEdit(edit: Edit): string {
   }
 }
 
-/** The reverse; refuses what is no list of changes. */
+/** The reverse; refuses text that is not a list of changes. */
 export function decodeEdits(text: string): Edit[] {
   return text === "" ? [] : text.split("_").map(decodeEdit);
 }

@@ -12,7 +12,7 @@ export { cellText, codesOf, IDLE, notEditable, type Order, orderOf } from "./ord
 export { memoryOf } from "./memory.ts";
 export { criticalPath } from "./path.ts";
 export { toDocument } from "./save.ts";
-export { isRecording, type Recording, RecordingError, readRecording, timingOf } from "./recording.ts";
+export { isRecording, type NamedText, type Recording, RecordingError, readRecording, timingOf } from "./recording.ts";
 export { repair } from "./repair.ts";
 export { actionText, entryText } from "./text.ts";
 export { measuredTiming, timeView, TimingError } from "./timing.ts";

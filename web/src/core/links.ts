@@ -3,7 +3,7 @@ import type { View } from "./types.ts";
 export interface Link {
   /** The node at the other end. */
   node: number;
-  /** The message that leads there, -1 on the same rank and where another action of the rank has taken it before. */
+  /** The message that leads there, -1 on the same rank and if another action of the rank has taken it before. */
   message: number;
 }
 

@@ -7,7 +7,7 @@ import { type Waits, waitsOf } from "./waits.ts";
 
 type Piece = Parameters<typeof cut>[2][number];
 
-/** The idle times of a measured rank: everything that is no computation and not the optimizer's step. */
+/** The idle times of a measured rank: everything but computation and the optimizer's step. */
 export function measuredGaps(view: View, timing: Timing, rank: number): Gap[] {
   const waits = waitsOf(view, timing);
   const found: Gap[] = [];

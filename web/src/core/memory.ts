@@ -3,6 +3,7 @@ import { messageSizes } from "./durations.ts";
 import { indexOfMost, ofRanks } from "./figures.ts";
 import { B, F, I, OFFLOAD, RELOAD, RESHARD, UNSHARD, W } from "./kinds.ts";
 import { hasCopies } from "./lanes.ts";
+import { pairwiseSum } from "./sums.ts";
 import { CATEGORIES } from "./types.ts";
 import type { Category, Costs, Curve, Memory, Timing, View } from "./types.ts";
 
@@ -49,12 +50,15 @@ const [ACTIVATIONS, STASH, RECEIVED, PARAMETERS] = [0, 1, 2, 3];
  * the end of W frees; a received message from its receive (in a schedule, its arrival) to the end of what uses it; a sent
  * message from its send to the end of its WAIT_SEND, if there is one; parameters
  * from the start of their gathering to RESHARD. Ranks that never shard keep their parameters all the time. An activation that is
- * moved to the host is not held from the start of what waits for the copy out to the start of its RELOAD.
+ * moved to the host is not held from the start of what waits for the copy out to the start of its RELOAD. What a slice keeps for later
+ * ones is held from the start of its F to the end of I or B of the microbatch's first slice, and the sums of its gradients from the start of
+ * I or B of the last slice to the end of that of the slice itself.
  */
 export function memoryOf(view: View, timing: Timing, costs: Costs): Memory {
-  const changes = new Changes(view.ranks, 2 * (view.entries.kind.length + view.messages.before.length));
+  const changes = new Changes(view.ranks, 4 * view.entries.kind.length + 2 * view.messages.before.length);
   addActivations(view, timing, costs, changes);
   addStashes(view, timing, costs, changes);
+  addKept(view, timing, costs, changes);
   addParameters(view, timing, costs, changes);
   addMoves(view, timing, costs, changes);
   addReceived(view, timing, costs, changes);
@@ -109,6 +113,25 @@ function addStashes(view: View, timing: Timing, costs: Costs, changes: Changes):
   const size = sizesOf(view, costs, "weight_stash");
   each(view, [I], (entry, node, rank) => changes.at(rank, STASH, node, timing.end[node], size(entry), true));
   each(view, [W], (entry, node, rank) => changes.at(rank, STASH, node, timing.end[node], -size(entry), true));
+}
+
+function addKept(view: View, timing: Timing, costs: Costs, changes: Changes): void {
+  const trains = view.entries.kind.some((kind) => kind === B || kind === I || kind === W);
+  if (!trains || (costs.kept === 0 && costs.kept_gradients === 0)) return;
+  const { stages, slices, unitCount: units, entries } = view;
+  const taken = perAction(costs.kept, stages, units, "kept");
+  const sums = perAction(costs.kept_gradients, stages, units, "kept_gradients");
+  const [opened, freed] = [new Float64Array(sums.length), sums];
+  for (let first = 0; first < sums.length; first += slices) {
+    const last = first + slices - 1;
+    sums[last] = 0;
+    opened[last] = pairwiseSum(sums, first, first + slices);
+    freed[first] += pairwiseSum(taken, first, first + slices);
+  }
+  const cell = (entry: number): number => entries.stage[entry] * units + entries.unit[entry];
+  each(view, [F], (entry, node, rank) => changes.at(rank, ACTIVATIONS, node, timing.start[node], taken[cell(entry)], false));
+  each(view, [B, I], (entry, node, rank) => changes.at(rank, ACTIVATIONS, node, timing.start[node], opened[cell(entry)], false));
+  each(view, [B, I], (entry, node, rank) => changes.at(rank, ACTIVATIONS, node, timing.end[node], -freed[cell(entry)], true));
 }
 
 function addReceived(view: View, timing: Timing, costs: Costs, changes: Changes): void {

@@ -21,7 +21,7 @@ export interface Linked {
   /** Both ends on one rank; made on one rank and used on another. */
   local: Pairs;
   data: Pairs;
-  /** Entries that need an action that nobody runs: its code, with I for whichever backward. */
+  /** Entries that need a missing action: its code, with I for either backward. */
   missing: { after: number; code: number }[];
   /** The first F, and the first B or I, of each stage and unit; -1 for none. */
   forwards: Int32Array;

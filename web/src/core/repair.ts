@@ -1,11 +1,14 @@
 import { checkedView } from "./check.ts";
 import { applyEdit, applyEdits, type Edit } from "./edits.ts";
-import type { Order } from "./order.ts";
+import { IDLE, type Order } from "./order.ts";
 import { linkOrder, type Linked } from "./rebuild.ts";
-import type { View } from "./types.ts";
+import type { Finding, View } from "./types.ts";
 
 /** Missing, repeated and misplaced actions that are put right one by one. */
 const MOST = 2000;
+/** Actions that are looked at to find the repair with the fewest moves, and remedies that are followed one after the other; beyond that, any repair will do. */
+const WORK = 1_000_000;
+const MOST_REMEDIES = 30;
 
 /** The changes after which an order has no finding, or null if there are none that the page can make. */
 export function repair(base: View, order: Order): Edit[] | null {
@@ -15,7 +18,34 @@ export function repair(base: View, order: Order): Edit[] | null {
     const { findings } = checkedView(base, now);
     if (!findings.length) return edits;
     const lacking = findings.find((finding) => finding.rule === "complete" || finding.rule === "placed");
-    const fix = lacking ? (lacking.fix ?? null) : hoist(now, linkOrder(now, base.table.edges));
+    const fix = lacking ? (lacking.fix ?? null) : sort(base, now, findings);
+    if (!fix?.length) return null;
+    edits.push(...fix);
+    now = applyEdits(now, fix, base.table.edges);
+  }
+  return null;
+}
+
+/** Moves after which all actions come after what they need: the fewest that are found, moving actions of one rank of a hang if possible. */
+function sort(base: View, order: Order, findings: Finding[]): Edit[] | null {
+  const ranks = new Set(findings.flatMap((finding) => (finding.cycle ?? []).map(([rank]) => rank)));
+  const tries = Math.max(1, Math.floor(WORK / Math.max(1, base.nodes)));
+  let best: Edit[] | null = null;
+  for (const rank of [...ranks].slice(0, tries)) {
+    const edits = followRemedies(base, order, rank, Math.min(MOST_REMEDIES, Math.ceil(tries / ranks.size)));
+    if (edits && (!best || edits.length < best.length)) best = edits;
+  }
+  return best ?? hoist(order, linkOrder(order, base.table.edges));
+}
+
+/** Remedies one after the other, on one rank wherever they leave a choice; null if they come to no end. */
+function followRemedies(base: View, order: Order, rank: number, most: number): Edit[] | null {
+  const edits: Edit[] = [];
+  let now = order;
+  for (let k = 0; k <= most; k++) {
+    const [finding] = checkedView(base, now).findings;
+    if (!finding) return edits;
+    const fix = finding.ways?.find(([edit]) => edit?.what === "move" && edit.rank === rank) ?? finding.fix;
     if (!fix?.length) return null;
     edits.push(...fix);
     now = applyEdits(now, fix, base.table.edges);
@@ -62,7 +92,7 @@ function hoist(order: Order, linked: Linked): Edit[] | null {
     edits.push(edit);
     left[r].splice(at[r], 0, ...left[r].splice(from, 1));
     order = applyEdit(order, edit, []);
-    cells = order.rows.map((row) => row.flatMap((cell, k) => (cell === -1 ? [] : [k])));
+    cells = cells.map((old, other) => (other === r ? order.rows[r].flatMap((cell, k) => (cell === IDLE ? [] : [k])) : old));
   }
   return edits;
 }

@@ -22,7 +22,7 @@ export function timeView(view: View, costs: Costs): Timing {
   return timing;
 }
 
-/** The recorded times, where there are any. */
+/** The recorded times, if there are any. */
 export function measuredTiming(view: View): Timing | null {
   return view.measured;
 }

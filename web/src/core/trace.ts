@@ -139,7 +139,7 @@ class Trace {
     });
   }
 
-  /** Each message on its channel's lane where it takes time, and the arrow of it. */
+  /** Each message on its channel's lane if it takes time, and its arrow. */
   messages(): TraceEvent[] {
     const { messages, entries } = this.view;
     const sizes = messageSizes(this.view, this.costs);
@@ -165,7 +165,7 @@ class Trace {
     return { ph: phase, id: number, pid: rank, tid: lane, name: "message", cat: "message", ts: at };
   }
 
-  /** What each rank holds from each time on: all of it, and by use where there are several. */
+  /** What each rank holds from each time on: all of it, and by use if there are several. */
   memory(memory: Memory): TraceEvent[] {
     return memory.ranks.flatMap((curve, rank) => this.counters(curve, rank));
   }

@@ -17,6 +17,9 @@ export interface Costs {
   latency: number;
   activation: PerAction;
   weight_stash: PerAction;
+  /** What a slice keeps for later slices of its microbatch, and the sum of its gradients. */
+  kept: PerAction;
+  kept_gradients: PerAction;
   overlap: number;
   output: PerAction;
   bandwidth: number | null;
@@ -55,6 +58,8 @@ export interface Finding {
   cycle?: CycleLink[];
   /** The changes that the remedy names, if the page can make them. */
   fix?: Edit[] | null;
+  /** Of a cycle: the changes that each of its waits would need to end. */
+  ways?: Edit[][];
 }
 
 /** Where an action waits, and where the action stands that it waits for: rank and step of each. */
@@ -142,13 +147,13 @@ export interface View {
   messages: Messages;
   channels: Channel[];
   costs: Costs;
-  /** What times and sizes are counted in, as "s" and "B"; empty where nothing is said. */
+  /** What times and sizes are counted in, as "s" and "B"; empty if it is not known. */
   units: { time: string; size: string };
   memoryLimit: number | number[] | null;
   measured: Timing | null;
   findings: Finding[];
   numFindings: number;
-  /** False where the order cannot run: there is a grid and findings, and no times. */
+  /** False if the order cannot run: there is a grid and findings, and no times. */
   timed: boolean;
   /** The idle slots before each node; null without any. */
   slots: Uint16Array | null;
@@ -156,7 +161,7 @@ export interface View {
   place: Int32Array | null;
 }
 
-/** When everything happens: a value a node or a message, -1 for collectives that are none. */
+/** When everything happens: one value per node or message, -1 for nodes without a collective. */
 export interface Timing {
   start: Float64Array;
   end: Float64Array;
@@ -164,7 +169,7 @@ export interface Timing {
   arrive: Float64Array;
   collectiveStart: Float64Array;
   collectiveEnd: Float64Array;
-  /** For each message that waited for a shared link, the message that held it, else -1; empty where no link is shared. */
+  /** For each message that waited for a shared link, the message that held it, else -1; empty if no link is shared. */
   heldBy: Int32Array;
   /** "simulated", or what was measured. */
   source: string;

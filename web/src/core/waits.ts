@@ -15,7 +15,7 @@ export interface Waits {
   before: Int32Array;
   /** When the rank had computed what comes before; 0 for its first. */
   free: Float64Array;
-  /** The message that came last of those it needs, -1 where it needs none. */
+  /** The message that came last of those it needs, -1 if it needs none. */
   message: Int32Array;
   /** The idle time that is none. */
   negligible: number;

@@ -52,11 +52,15 @@ export interface PanelShape {
   copies?: boolean[];
   /** Whether what the host holds is shown of ranks that copy. */
   host?: boolean;
+  /** Whether arrows are drawn between its rows. */
+  arrows?: boolean;
 }
 
 export const AXIS = 28;
 const TITLE = 28;
 const MARGIN = 8;
+/** Pixels between two rows with arrows, at the usual scale. */
+const ARROWS = 34;
 const LARGEST = 1.5;
 const SMALLEST = 0.4;
 
@@ -86,7 +90,7 @@ function scaled(shapes: PanelShape[], width: number, scale: number): Layout {
     shape.channelsOf.forEach((channels, rank) => {
       const row = rowAt(top, panel, rank, channels, shape, scale);
       rows.push(row);
-      top += row.height + Math.max(7, Math.round(10 * scale));
+      top += row.height + Math.max(7, Math.round((shape.arrows ? ARROWS : 10) * scale));
     });
     panels.push({ top: from, height: top - from, rows });
     top += MARGIN;

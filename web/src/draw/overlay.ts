@@ -30,7 +30,7 @@ export interface Pointed {
   drag?: { ghost: Ghost; broken: [number, number][] } | null;
 }
 
-/** What is pointed at, over the picture: the rest is veiled where something is selected or the path is asked for. */
+/** What is pointed at, over the picture: the rest is veiled if something is selected or the path is shown. */
 export function paintOverlay(pen: Pen, scene: Scene, pointed: Pointed): void {
   const { layout, scale } = scene;
   pen.clip(scale.left, layout.axis, scale.width, scene.visible, () =>
@@ -121,7 +121,7 @@ function paintDrag(pen: Pen, scene: Scene, { ghost, broken }: NonNullable<Pointe
   pen.rect(box.x, box.top - 4, box.width, box.height + 8, scene.paper.paper, 0.5);
   if (shown.view.nodes === ghost.view.nodes) {
     const drawn = ghost.view === shown.view ? shown : shown.like(ghost.view);
-    const labels = labelsOf(shown, pixelsOf(scene.scale), box.height);
+    const labels = labelsOf(shown, pixelsOf(scene.scale), box.height, scene.form);
     paintAction(pen, drawn, node, { top: box.top - 4, height: box.height }, box.x, box.width, fills(drawn, scene.colourBy), labels);
   }
   pen.frame(box.x - 1, box.top - 5, box.width + 1, box.height + 2, colour, 2.5);
@@ -151,6 +151,10 @@ function paintSelected(pen: Pen, scene: Scene, target: Target, veiled: boolean):
   paintRelations(pen, scene, target);
   redraw(pen, scene, target);
   framed(pen, scene, target, 2);
+  if (target.what !== "measured") return;
+  const predicted: Target = { ...target, what: "action" };
+  redraw(pen, scene, predicted);
+  framed(pen, scene, predicted, 1);
 }
 
 function paintHovered(pen: Pen, scene: Scene, target: Target, related: boolean): void {
@@ -249,9 +253,9 @@ function redraw(pen: Pen, scene: Scene, target: Target): void {
   const shown: Shown = scene.panels[target.panel];
   const box = boxOf(scene, target);
   const pixels = pixelsOf(scene.scale);
-  if (target.what === "action") paintAction(pen, shown, target.index, box, box.x, box.width, fills(shown, scene.colourBy), labelsOf(shown, pixels, box.height));
+  if (target.what === "action") paintAction(pen, shown, target.index, box, box.x, box.width, fills(shown, scene.colourBy), labelsOf(shown, pixels, box.height, scene.form));
   if (target.what === "measured" && shown.beside) {
-    paintMeasuredAction(pen, shown, target.index, box, box.x, box.width, scene.paper, labelsOf(shown.beside, pixels, box.height));
+    paintMeasuredAction(pen, shown, target.index, box, box.x, box.width, scene.paper, labelsOf(shown.beside, pixels, box.height, scene.form));
   }
   if (target.what === "message") {
     pen.rect(box.x, box.top, box.width, box.height, channelFill(shown, shown.view.messages.channel[target.index]));

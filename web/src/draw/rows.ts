@@ -4,16 +4,18 @@ import type { Shown } from "../state/shown.ts";
 import { lengthDifference } from "../state/differences.ts";
 import { blended, inkOn, TONES, type Paper } from "./colours.ts";
 import type { Fills } from "./fills.ts";
-import type { Row, Strip } from "./layout.ts";
+import type { Layout, Row, Strip } from "./layout.ts";
 import type { Pen } from "./pen.ts";
 import { toX, type Scale } from "./span.ts";
 import { visit, type Lane } from "./visible.ts";
 
 /** Of the size: the width of a digit or letter, near enough to say whether a label fits. */
 const CHARACTER = 0.62;
+/** The width of a kind's letter in digits: a W is the widest. */
+const LETTER = 1.6;
 const LARGEST = 11;
 /** The smallest size of a whole name, and of a number. */
-const LEAST_NAME = 9;
+const LEAST_NAME = 10;
 const LEAST = 7;
 
 /** What stands on the actions of a chart, all of them alike: whole names, microbatches or nothing; and in which size. */
@@ -22,16 +24,23 @@ export interface Labels {
   size: number;
 }
 
-/** What fits the shorter actions of a chart with so many pixels per unit of time and so high a lane. */
-export function labelsOf(shown: Shown, pixels: number, height: number): Labels {
+/** What fits the shorter actions of a panel with so many pixels per unit of time and so high a lane; `most` is what the whole chart has room for. */
+export function labelsOf(shown: Shown, pixels: number, height: number, most: Labels["form"]): Labels {
   const { stages, unitCount, slices } = shown.view;
   const digits = unitText(unitCount - 1, slices).length;
   const highest = Math.min(LARGEST, Math.floor((height / shown.structure.parts) * 0.62));
-  const fitting = (characters: number): number => Math.min(highest, Math.floor(roomIn(shown.short * pixels) / (characters * CHARACTER)));
-  const named = fitting(String(stages - 1).length + 1 + digits);
-  if (named >= LEAST_NAME) return { form: "names", size: named };
-  const size = fitting(digits);
+  const fitting = (characters: number, room: number): number => Math.min(highest, Math.floor(room / (characters * CHARACTER)));
+  const room = roomIn(shown.short * pixels);
+  const named = fitting(String(stages - 1).length + LETTER + digits, room - 2);
+  if (most === "names" && named >= LEAST_NAME) return { form: "names", size: named };
+  const size = fitting(digits, room);
   return size >= LEAST ? { form: "microbatches", size } : { form: "none", size };
+}
+
+/** What stands on the actions of all panels of a chart: whole names only if all of them have room for these. */
+export function chartForm(panels: Shown[], layout: Layout, scale: Scale): Labels["form"] {
+  const isNamed = (shown: Shown, panel: number): boolean => labelsOf(shown, pixelsOf(scale), layout.panels[panel].rows[0]?.compute.height ?? 0, "names").form === "names";
+  return panels.every(isNamed) ? "names" : "microbatches";
 }
 
 /** The room for text in a box. */
@@ -45,9 +54,9 @@ export function pixelsOf(scale: Scale): number {
 }
 
 /** The computation of one rank. */
-export function paintCompute(pen: Pen, shown: Shown, row: Row, scale: Scale, fills: Fills): void {
+export function paintCompute(pen: Pen, shown: Shown, row: Row, scale: Scale, fills: Fills, form: Labels["form"]): void {
   const { at } = shown.view.entries;
-  const labels = labelsOf(shown, pixelsOf(scale), row.compute.height);
+  const labels = labelsOf(shown, pixelsOf(scale), row.compute.height, form);
   visit(shown.computeLane(row.rank), scale, {
     box: (node, x, width) => paintAction(pen, shown, node, row.compute, x, width, fills, labels),
     small: (node, width) => fills.add(at[node], Math.max(width, 1e-9)),
@@ -99,10 +108,10 @@ function labelFor(shown: Shown, entry: number, width: number, { form, size }: La
 }
 
 /** The recorded run of one rank below its prediction: what takes longer in one colour, what takes shorter in the other. */
-export function paintMeasured(pen: Pen, shown: Shown, row: Row, scale: Scale, paper: Paper): void {
+export function paintMeasured(pen: Pen, shown: Shown, row: Row, scale: Scale, paper: Paper, form: Labels["form"]): void {
   const strip = row.measured;
   if (!strip || !shown.beside) return;
-  const labels = labelsOf(shown.beside, pixelsOf(scale), strip.height);
+  const labels = labelsOf(shown.beside, pixelsOf(scale), strip.height, form);
   pen.rect(scale.left, strip.top, scale.width, strip.height, paper.idle);
   visit(shown.beside.computeLane(row.rank), scale, {
     box: (node, x, width) => paintMeasuredAction(pen, shown, node, strip, x, width, paper, labels),

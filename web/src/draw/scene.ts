@@ -5,7 +5,7 @@ import { Fills, type ColourBy } from "./fills.ts";
 import type { Layout, Row } from "./layout.ts";
 import { hostTop, memoryTop, paintMemory, type Limit } from "./memory.ts";
 import type { Pen } from "./pen.ts";
-import { paintCompute, paintLanes, paintMeasured } from "./rows.ts";
+import { paintCompute, paintLanes, paintMeasured, type Labels } from "./rows.ts";
 import { percent, toX, type Scale } from "./span.ts";
 import { findingSpan } from "./target.ts";
 
@@ -17,6 +17,8 @@ export interface Scene {
   paper: Paper;
   colourBy: ColourBy;
   limit: Limit;
+  /** What stands on actions. */
+  form: Labels["form"];
   /** Whether figures and memory are drawn too; they take longer than the rest. */
   whole: boolean;
   /** How far the content is scrolled, and how much of it shows, in pixels. */
@@ -69,8 +71,8 @@ function paintPanels(pen: Pen, scene: Scene): void {
       paintLabel(pen, scene, row);
       pen.clip(scene.scale.left, row.top - 2, scene.scale.width, row.height + 4, () => {
         pen.rect(scene.scale.left, row.compute.top, scene.scale.width, row.compute.height, scene.paper.idle);
-        paintCompute(pen, shown, row, scene.scale, fills(shown, scene.colourBy));
-        paintMeasured(pen, shown, row, scene.scale, scene.paper);
+        paintCompute(pen, shown, row, scene.scale, fills(shown, scene.colourBy), scene.form);
+        paintMeasured(pen, shown, row, scene.scale, scene.paper, scene.form);
         if (shown.timed) paintLanes(pen, shown, row, scene.scale, scene.paper);
         if (scene.whole) paintMemory(pen, shown, row, scene.scale, scene.paper, scene.limit, top, host);
       });
@@ -110,12 +112,12 @@ function paintLabel(pen: Pen, scene: Scene, row: Row): void {
   }
   for (const name of ["memory", "host"] as const) {
     const strip = row[name];
-    if (strip && strip.height >= 10 && layout.gutter >= 60) pen.text(10, strip.top + strip.height / 2, name, { fill: paper.soft, size: 10 });
+    if (strip && strip.height >= (name === "host" ? 10 : 14) && layout.gutter >= 60) pen.text(10, strip.top + strip.height / 2, name, { fill: paper.soft, size: 10 });
   }
   if (row.out && row.back && row.out.height >= 5 && layout.gutter >= 60) pen.text(10, row.back.top, "copies", { fill: paper.soft, size: 10 });
 }
 
-/** A frame around each place at which the verifier found something; dashed where nothing stands. */
+/** A frame around each place at which the verifier found something; dashed if nothing stands there. */
 function paintFindings(pen: Pen, scene: Scene, row: Row): void {
   const shown = scene.panels[row.panel];
   for (const finding of shown.view.findings.filter((each) => each.rank === row.rank)) {

@@ -116,7 +116,7 @@ function besideStrip(row: Row, view: View, node: number): Strip {
   return strip ?? { top: row.compute.top + row.compute.height - 2, height: 4 };
 }
 
-/** A message's lane, or its sender's row where lanes are not shown. */
+/** A message's lane, or its sender's row if lanes are not shown. */
 function messageLane(place: Place, panel: number, message: number): Strip {
   const { messages } = place.panels[panel].view;
   const row = rowOf(place.layout, panel, messages.source[message]);

@@ -28,7 +28,7 @@ export function firstEndingAfter(lane: Lane, time: number): number {
   return low;
 }
 
-/** The box at a time, -1 where there is none; `reach` is how far beside a box still counts. */
+/** The box at a time, -1 if there is none; `reach` is how far beside a box still counts. */
 export function boxAt(lane: Lane, time: number, reach = 0): number {
   const place = firstEndingAfter(lane, time - reach);
   let best = -1;
@@ -77,7 +77,7 @@ export function visit(lane: Lane, scale: Scale, visitor: Visitor): void {
   flush();
 }
 
-/** A step curve on screen: x and value where it changes, at most the highest value a column of pixels. */
+/** A step curve on screen: x and value where it changes, at most the highest value per column of pixels. */
 export function stepsOn(times: Float64Array, values: Float64Array, scale: Scale): { x: number[]; value: number[] } {
   const x: number[] = [];
   const value: number[] = [];

@@ -28,7 +28,7 @@ interface Props {
 
 export function App({ loader, themes, stage, plan }: Props) {
   const studio = useStudio();
-  const dropping = useDrop((file, onChart) => void loader.drop(file, onChart));
+  const dropping = useDrop((files, onChart) => void loader.drop(files, onChart));
   useEffect(() => {
     document.documentElement.dataset.theme = themes.dark.value ? "dark" : "light";
   }, [themes.dark.value]);
@@ -37,7 +37,7 @@ export function App({ loader, themes, stage, plan }: Props) {
     document.title = title ? `${title} · Penstock` : "Penstock studio";
   }, [studio.title.value]);
   useEffect(() => {
-    const press = (event: KeyboardEvent): void => void (pressedAnywhere(event, studio) && event.preventDefault());
+    const press = (event: KeyboardEvent): void => void (pressedAnywhere(event, studio, stage) && event.preventDefault());
     window.addEventListener("keydown", press);
     return () => window.removeEventListener("keydown", press);
   }, []);
@@ -48,7 +48,7 @@ export function App({ loader, themes, stage, plan }: Props) {
       <Notice />
       {studio.tab.value === "plan" && !studio.offline ? <PlanPart plan={plan} loader={loader} /> : <TimelinePart loader={loader} stage={stage} themes={themes} />}
       <Help />
-      {dropping && <div class="drop" aria-hidden="true"><p>Drop a CSV, a timeline, a plan or a saved view to open it. On the chart, a recorded run is laid over what is shown.</p></div>}
+      {dropping && <div class="drop" aria-hidden="true"><p>Drop a CSV, a timeline, a plan or a saved view to open it. On the chart, a recorded run, or one profiler trace per rank, is laid over what is shown.</p></div>}
     </>
   );
 }
@@ -86,7 +86,7 @@ function TimelinePart({ loader, stage, themes }: { loader: Loader; stage: Stage;
           <Findings go={go} />
           <Changes />
           <Details go={go} />
-          <NumbersCard />
+          <NumbersCard go={go} />
         </aside>
       )}
     </main>
@@ -122,8 +122,8 @@ function Notice() {
   );
 }
 
-/** Whether a file is held over the page; what is dropped is opened, or laid over the chart. */
-function useDrop(open: (file: File, onChart: boolean) => void): boolean {
+/** Whether files are held over the page; what is dropped is opened, or laid over the chart. */
+function useDrop(open: (files: File[], onChart: boolean) => void): boolean {
   const [over, setOver] = useState(false);
   useEffect(() => {
     const drag = (event: DragEvent): void => {
@@ -135,8 +135,8 @@ function useDrop(open: (file: File, onChart: boolean) => void): boolean {
     const drop = (event: DragEvent): void => {
       event.preventDefault();
       setOver(false);
-      const file = event.dataTransfer?.files[0];
-      if (file) open(file, event.target instanceof Element && event.target.closest(".frame") !== null);
+      const files = [...(event.dataTransfer?.files ?? [])];
+      if (files.length) open(files, event.target instanceof Element && event.target.closest(".frame") !== null);
     };
     window.addEventListener("dragover", drag);
     window.addEventListener("dragleave", leave);

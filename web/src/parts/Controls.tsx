@@ -45,7 +45,7 @@ function Schedule({ loader }: { loader: Loader }) {
   return (
     <fieldset class="group">
       <legend>Schedule</legend>
-      <Field label="Name">
+      <Field label="Name" wide>
         <select value={shown.schedule} disabled={offline} onChange={(event) => change({ schedule: event.currentTarget.value, chunks: null, options: {} })}>
           {!choice.value && <option value="">{view?.source.name ?? ""}</option>}
           {schedules.value.map((each) => <option key={each.name} value={each.name}>{each.name}</option>)}
@@ -59,7 +59,7 @@ function Schedule({ loader }: { loader: Loader }) {
         <NumberField label="Chunks per rank" value={shown.chunks ?? info.chunks.default} least={info.chunks.step} step={info.chunks.step} change={(chunks) => change({ chunks })} />
       )}
       {info && <Options info={info} options={shown.options} change={(options) => change({ options })} />}
-      <Field label="As a">
+      <Field label="As a" wide>
         <select value={shown.form} disabled={fixed} onChange={(event) => change(ofForm(event.currentTarget.value as Form))}>
           {FORMS.map((form) => <option key={form} value={form}>{FORM_NAMES[form]}</option>)}
         </select>
@@ -125,7 +125,7 @@ function Compare({ loader }: { loader: Loader }) {
     <fieldset class="group">
       <legend>Compare</legend>
       {!offline && (
-        <Field label="With">
+        <Field label="With" wide>
           <select value={other.value?.schedule ?? (second.value ? "*" : "")} data-testid="compare" onChange={(event) => named(event.currentTarget.value)}>
             <option value="">nothing</option>
             {second.value && !other.value && <option value="*">{second.value.title}</option>}
@@ -150,21 +150,27 @@ function Compare({ loader }: { loader: Loader }) {
   );
 }
 
+/** The names that titles begin with, if these tell them apart. */
+export function toldApart(titles: string[]): string[] {
+  const names = titles.map((title) => title.split(",")[0]);
+  return new Set(names).size === titles.length ? names : titles;
+}
+
 /** The documents that the page came with, two at a time. */
 function Given({ loader }: { loader: Loader }) {
   const studio = useStudio();
   const { given, first, second } = studio;
-  const list = given.value.map((view, index) => <option key={index} value={index}>{view.title}</option>);
+  const list = toldApart(given.value.map((view) => view.title)).map((title, index) => <option key={index} value={index}>{title}</option>);
   const chosen = (index: number): typeof first.value => given.value[index] ?? null;
   return (
     <fieldset class="group">
       <legend>Compare</legend>
       <RecordButton loader={loader} />
-      <Field label="Above">
-        <select value={given.value.indexOf(first.value!)} onChange={(event) => loader.show(chosen(Number(event.currentTarget.value))!, second.value, null)}>{list}</select>
+      <Field label="Above" wide>
+        <select title={first.value?.title} value={given.value.indexOf(first.value!)} onChange={(event) => loader.show(chosen(Number(event.currentTarget.value))!, second.value, null)}>{list}</select>
       </Field>
-      <Field label="Below">
-        <select data-testid="compare" value={second.value ? given.value.indexOf(second.value) : -1} onChange={(event) => loader.show(first.value!, chosen(Number(event.currentTarget.value)), null)}>
+      <Field label="Below" wide>
+        <select title={second.value?.title} data-testid="compare" value={second.value ? given.value.indexOf(second.value) : -1} onChange={(event) => loader.show(first.value!, chosen(Number(event.currentTarget.value)), null)}>
           <option value={-1}>nothing</option>
           {list}
         </select>

@@ -68,12 +68,15 @@ function TimelineItems({ stage, done }: { stage: Stage; done: (body: () => unkno
   return (
     <>
       {panels.length > 1 && (
-        <label class="menu-choice">
-          of
-          <select value={chosen} onChange={(event) => setPanel(Number(event.currentTarget.value))}>
-            {panels.map((shown, k) => <option key={k} value={k}>{shown.label}</option>)}
-          </select>
-        </label>
+        <fieldset class="menu-choice">
+          <legend class="unseen">What to export</legend>
+          {panels.map((shown, k) => (
+            <label key={k}>
+              <input type="radio" name="exported" checked={k === chosen} onChange={() => setPanel(k)} />
+              {shown.label}
+            </label>
+          ))}
+        </fieldset>
       )}
       {FORMATS.map(({ format, name, says, timed }) => (
         <Item key={format} name={name} says={says} off={timed && !panels[chosen]?.timed} run={() => done(() => run(format))} />

@@ -22,7 +22,7 @@ export function Findings({ go }: { go: (target: Target) => void }) {
               <h2>
                 {count(shown.view.numFindings)} in {shown.view.title}
               </h2>
-              {panel === 0 && findings.length > 1 && <button onClick={() => repairAll(studio)}>Repair all</button>}
+              {panel === 0 && canRepair(studio, findings) && <button onClick={() => repairAll(studio)}>Repair all</button>}
             </div>
             {!shown.timed && <p>The order cannot run, so that there are no times: the grid shows each rank's actions step by step.</p>}
             <ol>
@@ -66,6 +66,11 @@ function Message({ finding }: { finding: Finding }) {
 
 function count(findings: number): string {
   return findings === 1 ? "One finding" : `${findings} findings`;
+}
+
+/** Whether one remedy may not be enough: of several findings, or of a hang, after which the order may hang elsewhere. */
+function canRepair(studio: Studio, findings: Finding[]): boolean {
+  return !studio.editing.refusal && (findings.length > 1 || findings.some((finding) => finding.severity === "hang"));
 }
 
 /** Whether the page can make the change that a remedy names; on a program it can take the order of computations first. */

@@ -62,20 +62,20 @@ export function OpenButton({ loader, below = false, text = "Open" }: { loader: L
   );
 }
 
-/** Lays the recorded run of a file over what is shown. */
+/** Lays the recorded run of a file, or of one file per rank, over what is shown. */
 export function RecordButton({ loader }: { loader: Loader }) {
   const studio = useStudio();
   const input = useRef<HTMLInputElement>(null);
   const view = studio.first.value;
   const chosen = (): void => {
-    const file = input.current!.files?.[0];
+    const files = [...(input.current!.files ?? [])];
     input.current!.value = "";
-    if (file) void loader.lay(file);
+    if (files.length) void loader.lay(files);
   };
   return (
     <>
-      <button disabled={!view?.timed || view.measured !== null} onClick={() => input.current!.click()} title="A timeline that was recorded in training, or a trace: each action below its prediction">Lay a recorded run over it</button>
-      <input ref={input} type="file" class="unseen" tabIndex={-1} aria-label="Recorded run" data-testid="file-recorded" accept=".json" onChange={chosen} />
+      <button disabled={!view?.timed || view.measured !== null} onClick={() => input.current!.click()} title="A timeline that was recorded in training, or the traces of a profiler, one per rank: each action below its prediction">Lay a recorded run over it</button>
+      <input ref={input} type="file" class="unseen" tabIndex={-1} aria-label="Recorded run" data-testid="file-recorded" accept=".json,.gz" multiple onChange={chosen} />
     </>
   );
 }

@@ -52,7 +52,7 @@ export function Help() {
             <dl>
               {keys.map(([key, means]) => (
                 <div key={key}>
-                  <dt><kbd>{key}</kbd></dt>
+                  <dt>{key.split(", ").map((each) => <kbd key={each}>{each}</kbd>)}</dt>
                   <dd>{means}</dd>
                 </div>
               ))}

@@ -1,4 +1,5 @@
 import { figure, percent, signed } from "../draw/span.ts";
+import type { Target } from "../draw/target.ts";
 import { firstParting, latenessOfRanks, lengthsByWork } from "../state/lateness.ts";
 import { largestDifferences } from "../state/differences.ts";
 import type { Shown } from "../state/shown.ts";
@@ -32,13 +33,14 @@ function hostPeak(shown: Shown): number {
   return Math.max(0, ...(shown.memory.host ?? []).map((curve) => curve.peak));
 }
 
-/** Every figure as a table: of one timeline, or of two and their difference. */
-export function NumbersCard() {
+/** Every figure as a table: of one timeline, or of two and their difference. Of a recorded run, where it differs comes first. */
+export function NumbersCard({ go }: { go: (target: Target) => void }) {
   const studio = useStudio();
   const panels = studio.rested.value;
   if (!panels.length || panels.some((shown) => !shown.timed)) return null;
   return (
     <>
+      {panels[0].beside && <Lateness predicted={panels[0]} measured={panels[0].beside} go={go} />}
       <section class="card numbers" aria-labelledby="numbers-title">
         <h2 id="numbers-title">{panels.length > 1 ? "Differences" : "Numbers"}</h2>
         {panels.length > 1 && (
@@ -51,10 +53,15 @@ export function NumbersCard() {
         <div class="wide">
           <FigureTable panels={panels} />
         </div>
-        <h3>{panels.length > 1 ? "Peak memory and idle time, rank by rank" : "Rank by rank"}</h3>
-        <div class="wide">{panels.length > 1 ? <RankDifferences panels={panels} /> : <RankTable shown={panels[0]} />}</div>
+        {panels.length > 1 ? (
+          <RankDifferences panels={panels} />
+        ) : (
+          <>
+            <h3>Rank by rank</h3>
+            <div class="wide"><RankTable shown={panels[0]} /></div>
+          </>
+        )}
       </section>
-      {panels[0].beside && <Lateness predicted={panels[0]} measured={panels[0].beside} />}
     </>
   );
 }
@@ -101,7 +108,7 @@ function placeOf(panels: Shown[], k: number): string {
 /** Letters of a label that has room in a narrow column. */
 const SHORT = 10;
 
-/** A panel's label, or its place where the card has no room for it. */
+/** A panel's label, or its place if the card has no room for it. */
 function Head({ label, place }: { label: string; place: string }) {
   if (label.length <= SHORT) return <>{label}</>;
   return (
@@ -119,7 +126,7 @@ function RankTable({ shown }: { shown: Shown }) {
       <caption class="unseen">Rank by rank</caption>
       <thead>
         <tr>
-          {["rank", "stages", "busy", "idle", "peak memory", "at", ...(memory.host ? ["on the host"] : [])].map((name) => <th key={name} scope="col">{name}</th>)}
+          {["rank", "stages", "busy", "idle", "peak memory", memory.host ? "on the host" : "at"].map((name) => <th key={name} scope="col">{name}</th>)}
         </tr>
       </thead>
       <tbody>
@@ -130,8 +137,7 @@ function RankTable({ shown }: { shown: Shown }) {
             <td>{shown.time(busy)}</td>
             <td>{percent(numbers.makespan ? 1 - busy / numbers.makespan : 0)}</td>
             <td>{shown.size(numbers.peaks[rank])}</td>
-            <td>{shown.time(memory.ranks[rank].peakTime)}</td>
-            {memory.host && <td>{shown.size(memory.host[rank].peak)}</td>}
+            <td>{memory.host ? shown.size(memory.host[rank].peak) : shown.time(memory.ranks[rank].peakTime)}</td>
           </tr>
         ))}
       </tbody>
@@ -144,46 +150,68 @@ function stagesOf(copies: number[][], rank: number): string {
   return found.length > 6 ? `${found.slice(0, 5).join(", ")}, …` : found.join(", ");
 }
 
+/** What is compared of each rank of two timelines. */
+const OF_RANKS: { name: string; of: (shown: Shown, rank: number) => number; text: (value: number, shown: Shown) => string; relative: boolean }[] = [
+  { name: "Peak memory", of: (shown, rank) => shown.numbers.peaks[rank], text: size, relative: true },
+  { name: "Idle time", of: (shown, rank) => 1 - shown.numbers.busy[rank] / shown.numbers.makespan, text: percent, relative: false },
+];
+
 function RankDifferences({ panels }: { panels: Shown[] }) {
   const ranks = Math.max(...panels.map((shown) => shown.view.ranks));
-  const peak = (shown: Shown, rank: number): number => shown.numbers.peaks[rank] ?? NaN;
-  const share = (shown: Shown, rank: number): number => 1 - shown.numbers.busy[rank] / shown.numbers.makespan;
+  const has = (shown: Shown, rank: number): boolean => rank < shown.view.ranks;
   return (
-    <table>
-      <caption class="unseen">Peak memory and idle time, rank by rank</caption>
-      <thead>
-        <tr>
-          <th scope="col">rank</th>
-          {panels.map((_, k) => <th key={k} scope="col">peak, {placeOf(panels, k)}</th>)}
-          <th scope="col">difference</th>
-          {panels.map((_, k) => <th key={k} scope="col">idle, {placeOf(panels, k)}</th>)}
-        </tr>
-      </thead>
-      <tbody>
-        {Array.from({ length: ranks }, (_, rank) => (
-          <tr key={rank}>
-            <th scope="row">{rank}</th>
-            {panels.map((shown, k) => <td key={k}>{rank < shown.view.ranks ? shown.size(peak(shown, rank)) : "–"}</td>)}
-            <td>{Number.isFinite(peak(panels[0], rank) + peak(panels[1], rank)) ? change(peak(panels[0], rank), peak(panels[1], rank)) : "–"}</td>
-            {panels.map((shown, k) => <td key={k}>{rank < shown.view.ranks ? percent(share(shown, rank)) : "–"}</td>)}
-          </tr>
-        ))}
-      </tbody>
-    </table>
+    <>
+      {OF_RANKS.map(({ name, of, text, relative }) => (
+        <div key={name} class="rank-differences">
+          <h3>{name}, rank by rank</h3>
+          <div class="wide">
+            <table>
+              <caption class="unseen">{name}, rank by rank</caption>
+              <thead>
+                <tr>
+                  <th scope="col">rank</th>
+                  {panels.map((_, k) => <th key={k} scope="col">{placeOf(panels, k)}</th>)}
+                  <th scope="col">difference</th>
+                </tr>
+              </thead>
+              <tbody>
+                {Array.from({ length: ranks }, (_, rank) => (
+                  <tr key={rank}>
+                    <th scope="row">{rank}</th>
+                    {panels.map((shown, k) => <td key={k}>{has(shown, rank) ? text(of(shown, rank), shown) : "–"}</td>)}
+                    <td>{panels.every((shown) => has(shown, rank)) ? change(of(panels[0], rank), of(panels[1], rank), relative) : "–"}</td>
+                  </tr>
+                ))}
+              </tbody>
+            </table>
+          </div>
+        </div>
+      ))}
+    </>
   );
 }
 
 const FEW = 8;
 
 /** Where a measured run parts from its prediction, and which work takes longer. */
-function Lateness({ predicted, measured }: { predicted: Shown; measured: Shown }) {
-  const studio = useStudio();
-  const select = (node: number): void => void (studio.selected.value = { what: "measured", panel: 0, index: node });
+function Lateness({ predicted, measured, go }: { predicted: Shown; measured: Shown; go: (target: Target) => void }) {
+  const select = (node: number): void => go({ what: "measured", panel: 0, index: node });
   const parting = firstParting(predicted, measured);
   const late = latenessOfRanks(predicted, measured);
+  const largest = largestDifferences(predicted);
   return (
     <section class="card numbers" aria-labelledby="lateness-title" data-testid="lateness">
       <h2 id="lateness-title">Predicted against measured</h2>
+      <h3>The {largest.length === 10 ? "ten " : ""}largest differences</h3>
+      {largest.length === 0 && <p>Every action takes as long, and waits as long, as predicted.</p>}
+      <ol class="differences" data-testid="differences">
+        {largest.map((each, k) => (
+          <li key={k}>
+            <button class="plain" onClick={() => select(each.node)}>{each.action}</button> on rank {each.rank}{" "}
+            <strong class={each.adds > 0 ? "late" : "early"}>{signed(each.adds, measured.time)}</strong>: {each.cause}
+          </li>
+        ))}
+      </ol>
       {parting ? (
         <p>
           They part at{" "}
@@ -193,15 +221,6 @@ function Lateness({ predicted, measured }: { predicted: Shown; measured: Shown }
       ) : (
         <p>Every action ends within a hundredth of the makespan of where it was predicted to end.</p>
       )}
-      <h3>The ten largest differences</h3>
-      <ol class="differences" data-testid="differences">
-        {largestDifferences(predicted).map((each, k) => (
-          <li key={k}>
-            <button class="plain" onClick={() => select(each.node)}>{each.action}</button> on rank {each.rank}{" "}
-            <strong class={each.adds > 0 ? "late" : "early"}>{signed(each.adds, measured.time)}</strong>: {each.cause}
-          </li>
-        ))}
-      </ol>
       <p class="quiet">Ranks end late by: {late.map((each, rank) => `${rank}: ${signed(each, measured.time)}`).join(", ")}</p>
       <div class="wide">
         <table>

@@ -3,11 +3,11 @@ import { percent, sizeText, timeIn, type TimeUnit } from "../draw/span.ts";
 import * as api from "../state/api.ts";
 import type { Candidate } from "../state/api.ts";
 import type { Loader } from "../state/loader.ts";
-import { paretoFront, remediesIn, type PlanState, type Remedy } from "../state/plan.ts";
+import { paretoFront, reasonIn, remediesIn, type PlanState, type Remedy } from "../state/plan.ts";
 import { PLAN_COMMAND, savePlan } from "../state/planExports.ts";
 import { useStudio } from "../state/studio.ts";
 import { PlanForm, startPlan } from "./PlanForm.tsx";
-import { PLACEMENTS, plotted, Tradeoff } from "./Tradeoff.tsx";
+import { PLACEMENTS, plotted, timedOf, Tradeoff } from "./Tradeoff.tsx";
 
 const FEW = 40;
 
@@ -39,10 +39,15 @@ export function PlanPart({ plan, loader }: { plan: PlanState; loader: Loader }) 
         </div>
         {plan.candidates.value.length ? (
           <>
-            <Tradeoff plan={plan} open={opens.open} />
-            <PlacementLegend plan={plan} />
-            <Summary plan={plan} opens={opens} />
-            <CandidateTable plan={plan} opens={opens} />
+            {plan.error.value && <Refusal plan={plan} />}
+            {timedOf(plan.candidates.value).length > 0 && (
+              <>
+                <Tradeoff plan={plan} open={opens.open} />
+                <PlacementLegend plan={plan} />
+                {!plan.error.value && <Summary plan={plan} opens={opens} />}
+                <CandidateTable plan={plan} opens={opens} />
+              </>
+            )}
             <NotTimed plan={plan} />
           </>
         ) : (
@@ -99,7 +104,6 @@ function Summary({ plan, opens }: { plan: PlanState; opens: Opens }) {
   const { size } = plan.units.value;
   const result = plan.result.value;
   const running = plan.status.value === "running";
-  if (plan.error.value) return <Refusal plan={plan} />;
   if (!best && result?.name === undefined) return <p>Nothing that was tried fits{running ? " so far" : ""}.</p>;
   const [name, makespan, memory] = best ? [best.name, best.makespan!, best.memory!] : [result!.name!, result!.makespan!, result!.memory!];
   return (
@@ -135,11 +139,16 @@ function Refusal({ plan }: { plan: PlanState }) {
   const remedies = remediesIn(error);
   return (
     <div class="refusal">
-      <p class="problem" role="alert">{error}</p>
+      <p class="problem" role="alert">{reasonIn(error)}</p>
       {remedies.length > 0 && (
-        <div class="row" role="group" aria-label="What would fit">
-          {remedies.map((remedy) => <button key={remedy.text} class="remedy" onClick={() => take(remedy)}>Plan with {remedy.text}</button>)}
-        </div>
+        <ul class="remedies" aria-label="What would fit">
+          {remedies.map((remedy) => (
+            <li key={remedy.text}>
+              <button class="remedy" onClick={() => take(remedy)}>{remedy.text}</button>
+              {remedy.why && <span class="quiet small">{remedy.why}</span>}
+            </li>
+          ))}
+        </ul>
       )}
     </div>
   );
@@ -151,8 +160,13 @@ interface Column {
   text: (candidate: Candidate, units: { time: TimeUnit; size: string }) => string;
 }
 
+/** The schedule, and its slices if sequences are cut. */
+function nameOf(each: Candidate): string {
+  return Number(each.slices ?? 1) > 1 ? `${each.name}, ${String(each.slices)} slices` : each.name;
+}
+
 const COLUMNS: Column[] = [
-  { name: "schedule", of: (each) => each.name, text: (each) => each.name },
+  { name: "schedule", of: (each) => each.name, text: nameOf },
   { name: "placement", of: (each) => String(each.placement ?? ""), text: (each) => String(each.placement ?? "") },
   { name: "chunks", of: (each) => Number(each.chunks ?? 0), text: (each) => String(each.chunks ?? "") },
   { name: "time", of: (each) => each.makespan!, text: (each, units) => timeIn(each.makespan!, units.time) },
@@ -175,14 +189,14 @@ export function sortCandidates(candidates: Candidate[], column: string | null, d
 function CandidateTable({ plan, opens }: { plan: PlanState; opens: Opens }) {
   const [all, setAll] = useState(false);
   const [sorted, setSorted] = useState<{ column: string; down: boolean } | null>(null);
-  const rows = sortCandidates(plotted(plan.candidates.value), sorted?.column ?? null, sorted?.down ?? false);
-  const front = new Set(paretoFront(plotted(plan.candidates.value)).map((each) => each.index));
+  const rows = sortCandidates(timedOf(plan.candidates.value), sorted?.column ?? null, sorted?.down ?? false);
+  const front = new Set(paretoFront(plotted(plan.candidates.value, plan.best.value)).map((each) => each.index));
   const shown = all ? rows : rows.slice(0, FEW);
   const units = { time: plan.timeUnit.value, size: plan.units.value.size };
   const sort = (column: string): void => setSorted({ column, down: sorted?.column === column && !sorted.down });
   return (
     <div class="wide">
-      <table data-testid="candidates">
+      <table class="candidates" data-testid="candidates">
         <caption class="unseen">Candidates</caption>
         <thead>
           <tr>
@@ -199,9 +213,9 @@ function CandidateTable({ plan, opens }: { plan: PlanState; opens: Opens }) {
             <tr key={each.index} class={each.index === plan.best.value?.index ? "chosen" : ""}>
               {COLUMNS.map(({ name, text }, k) => {
                 const said = text(each, units);
-                return k === 0 ? <th key={name} scope="row">{said}{front.has(each.index) && <span class="front" title="No other is better in both time and memory"> ◆</span>}</th> : <td key={name}>{said}</td>;
+                return k === 0 ? <th key={name} scope="row">{said}{front.has(each.index) && <span class="front" title="No other is better in both time and memory"> ◆</span>}</th> : <td key={name} data-name={name}>{said}</td>;
               })}
-              <td>
+              <td class="opens">
                 <button class="plain" onClick={() => opens.open(each)} aria-label={`Open ${each.name}`}>Open</button>
                 {opens.beside && <button class="plain" onClick={() => opens.beside!(each)} aria-label={`Open ${each.name} beside the current schedule`}>Beside</button>}
               </td>

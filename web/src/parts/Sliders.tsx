@@ -97,7 +97,7 @@ function Skew({ stages, skew, change }: { stages: number; skew: Record<number, n
   );
 }
 
-/** An order that was made for costs is no longer the best when they move and nobody can be asked. */
+/** An order that was made for costs is no longer the best when they move and there is no server to ask. */
 function OrderNote() {
   const studio = useStudio();
   const made = [studio.first.value, studio.second.value].some((view) => view?.dependsOnCosts);

@@ -5,11 +5,13 @@ import { useStudio } from "../state/studio.ts";
 import { CAUSES } from "../state/words.ts";
 import type { Cause } from "../core/index.ts";
 
-/** The figures that people look for first. */
+/** In place of a figure of an order that cannot run. */
+const NONE = "–";
+
+/** The figures that people look for first. They stay where they are when an order hangs, without values. */
 export function Tiles() {
   const studio = useStudio();
-  const panels = studio.rested.value.filter((shown) => shown.timed);
-  if (!panels.length) return null;
+  const panels = studio.rested.value;
   const limit = studio.shownLimit.value;
   return (
     <section class="tiles" aria-label="Key figures">
@@ -42,16 +44,19 @@ interface TileProps {
 
 function Tile({ name, panels, value, text, note, alarm, relative }: TileProps) {
   const [first, second] = panels;
+  const said = (shown: Shown): string => (shown.timed ? text(value(shown), shown) : NONE);
+  const isAlarm = (shown: Shown): boolean => shown.timed && Boolean(alarm?.(shown));
   return (
     <div class="tile" data-testid={`tile-${name}`}>
       <h3>{name}</h3>
-      <p class={alarm?.(first) ? "value alarm" : "value"}>{text(value(first), first)}</p>
+      <p class={isAlarm(first) ? "value alarm" : "value"}>{said(first)}</p>
       {second ? (
         <p class="note">
-          <span class={alarm?.(second) ? "alarm" : "strong"}>{text(value(second), second)}</span> {first.beside ? "measured" : "below"}, {change(value(first), value(second), relative ?? false)}
+          <span class={isAlarm(second) ? "alarm" : "strong"}>{said(second)}</span> {first.beside ? "measured" : "below"}
+          {first.timed && second.timed && `, ${change(value(first), value(second), relative ?? false)}`}
         </p>
       ) : (
-        <p class={alarm?.(first) ? "note alarm" : "note"}>{note(first)}</p>
+        <p class={isAlarm(first) ? "note alarm" : "note"}>{first.timed ? note(first) : "the order cannot run"}</p>
       )}
     </div>
   );

@@ -86,9 +86,10 @@ export function Slider({ label, value, most, said, step, read, change }: SliderP
   );
 }
 
-export function Field({ label, children }: { label: string; children: ComponentChildren }) {
+/** A label and what it is of, beside each other, or one below the other where names may be long. */
+export function Field({ label, wide = false, children }: { label: string; wide?: boolean; children: ComponentChildren }) {
   return (
-    <label class="field">
+    <label class={wide ? "field wide-field" : "field"}>
       <span>{label}</span>
       {children}
     </label>

@@ -11,6 +11,8 @@ export interface Handle {
   readonly state: LinkState;
   readonly drawn: { count: number; took: number; first: number };
   readonly actions: number;
+  /** Every action of the first panel, as it is written. */
+  readonly nodes: string[];
   /** The times on screen. */
   readonly span: { from: number; to: number };
   /** The waits that the action in the hand would break if it were let go. */
@@ -40,6 +42,10 @@ export function handle(studio: Studio, stage: Stage): void {
     get actions() {
       return studio.panels.value.reduce((sum, shown) => sum + shown.view.nodes, 0);
     },
+    get nodes() {
+      const view = studio.panels.value[0]?.view;
+      return view ? Array.from({ length: view.nodes }, (_, node) => actionText(view, node)) : [];
+    },
     get span() {
       return { from: stage.scale.value.from, to: stage.scale.value.to };
     },
@@ -56,8 +62,8 @@ export function handle(studio: Studio, stage: Stage): void {
       });
     },
     get labels() {
-      const pixels = pixelsOf(stage.scale.value);
-      return studio.panels.value.map((shown, panel) => labelsOf(shown, pixels, stage.layout.value.panels[panel].rows[0]?.compute.height ?? 0).form);
+      const { panels, layout, scale, form } = stage.scene();
+      return panels.map((shown, panel) => labelsOf(shown, pixelsOf(scale), layout.panels[panel].rows[0]?.compute.height ?? 0, form).form);
     },
     get lanes() {
       return stage.layout.value.panels.map(({ rows }) => rows.some((row) => row.lanes.length > 0));

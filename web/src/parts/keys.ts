@@ -70,16 +70,24 @@ function edit(key: string, studio: Studio, stage: Stage, scroller: HTMLElement):
   return true;
 }
 
-/** Keys that mean the same everywhere on the page, except where something is typed. */
-export function pressedAnywhere(event: KeyboardEvent, studio: Studio): boolean {
-  const typing = event.target instanceof HTMLElement && event.target.matches("input:not([type=range], [type=checkbox]), textarea, select");
+/** Keys that change what is on screen while the pointer is on the chart, wherever the focus is; those that buttons and lists use are not among them. */
+const AT_POINTER = /^[wasdfce0+=_-]$/i;
+
+/** Keys that mean the same everywhere on the page, except while something is typed. */
+export function pressedAnywhere(event: KeyboardEvent, studio: Studio, stage: Stage): boolean {
+  const typing = event.target instanceof HTMLElement && event.target.matches("input:not([type=range], [type=checkbox], [type=radio]), textarea, select");
   const { key } = event;
-  if (typing) return false;
+  if (typing || event.defaultPrevented) return false;
   if ((event.ctrlKey || event.metaKey) && !event.altKey && key.toLowerCase() === "z") studio.step(!event.shiftKey);
   else if ((event.ctrlKey || event.metaKey) && !event.altKey && key.toLowerCase() === "y") studio.step(false);
   else if (key === "?") studio.help.value = !studio.help.value;
-  else return false;
+  else return isAtPointer(event, studio, stage) && view(key, studio, stage, document.querySelector<HTMLElement>(".scroller")!);
   return true;
+}
+
+function isAtPointer(event: KeyboardEvent, studio: Studio, stage: Stage): boolean {
+  const modified = event.ctrlKey || event.metaKey || event.altKey;
+  return !modified && !studio.help.value && stage.pointer.value !== null && AT_POINTER.test(event.key);
 }
 
 /** Selects the action beside the selected one, or the first. */

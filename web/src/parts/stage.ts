@@ -6,6 +6,7 @@ import { endsOf } from "../draw/cycle.ts";
 import { paintOverlay, type Pointed } from "../draw/overlay.ts";
 import { CanvasPen } from "../draw/pen.ts";
 import { paintScene, type Scene } from "../draw/scene.ts";
+import { chartForm } from "../draw/rows.ts";
 import type { Scale } from "../draw/span.ts";
 import { targetAt } from "../draw/target.ts";
 import type { Studio } from "../state/studio.ts";
@@ -64,6 +65,7 @@ export class Stage {
         memory: memory.value && shown.timed,
         host: memory.value && shown.timed,
         measured: shown.beside !== null,
+        arrows: !shown.timed && shown.view.findings.length > 0,
       };
     });
     return layOut(shapes, this.width.value, this.room.value);
@@ -81,16 +83,18 @@ export class Stage {
 
   scene(): Scene {
     const { studio } = this;
+    const [panels, layout, scale] = [studio.panels.value, this.layout.value, this.scale.value];
     return {
-      panels: studio.panels.value,
-      layout: this.layout.value,
-      scale: this.scale.value,
+      panels,
+      layout,
+      scale,
+      form: chartForm(panels, layout, scale),
       paper: this.themes.paper.value,
       colourBy: studio.colourBy.value,
       limit: studio.shownLimit.value,
       whole: !studio.moving.value,
       scroll: this.scroll.value,
-      visible: this.height.value - this.layout.value.axis,
+      visible: this.height.value - layout.axis,
     };
   }
 
@@ -128,6 +132,7 @@ export class Stage {
   detach(): void {
     cancelAnimationFrame(this.frame);
     this.frame = 0;
+    this.pointer.value = null;
     this.ends.forEach((end) => end());
     this.ends = [];
   }

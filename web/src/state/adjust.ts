@@ -5,7 +5,7 @@ export interface Adjust {
   f: number;
   i: number;
   w: number;
-  /** The full backward, where it has a cost of its own. */
+  /** The full backward, if it has a cost of its own. */
   b: number;
   /** Null leaves what the view has. */
   latency: number | null;
@@ -17,9 +17,9 @@ export const UNCHANGED: Adjust = { f: 1, i: 1, w: 1, b: 1, latency: null, skew: 
 
 const TIMES = ["f", "i", "w", "b"] as const;
 /** What grows with a microbatch, or a slice of one. */
-const OF_A_UNIT = ["f", "i", "w", "b", "activation", "weight_stash", "output"] as const;
+const OF_A_UNIT = ["f", "i", "w", "b", "activation", "weight_stash", "kept", "kept_gradients", "output"] as const;
 /** What grows with a stage: its work and what it holds. Messages are as large however the model is cut. */
-const OF_A_STAGE = ["f", "i", "w", "b", "activation", "weight_stash", "parameters", "shard", "unshard", "reduce", "optimizer"] as const;
+const OF_A_STAGE = ["f", "i", "w", "b", "activation", "weight_stash", "kept", "kept_gradients", "parameters", "shard", "unshard", "reduce", "optimizer"] as const;
 
 export function isUnchanged(adjust: Adjust): boolean {
   return TIMES.every((name) => adjust[name] === 1) && adjust.latency === null && Object.keys(adjust.skew).length === 0;
@@ -28,7 +28,7 @@ export function isUnchanged(adjust: Adjust): boolean {
 const MOST_FACTOR = 1e6;
 const MOST_LATENCY = 1e24;
 
-/** What is so large or small that nothing could be drawn to scale, in words; null where all can be drawn. */
+/** What is so large or small that nothing could be drawn to scale, in words; null if all can be drawn. */
 export function excess(adjust: Adjust): string | null {
   const factors: [string, number][] = [...TIMES.map((name): [string, number] => [name, adjust[name]]), ...Object.entries(adjust.skew)];
   const wrong = factors.find(([, factor]) => !fits(factor, MOST_FACTOR));
@@ -51,7 +51,7 @@ export function adjusted(view: View, adjust: Adjust, cuts: number = view.stages)
   return made;
 }
 
-/** One factor a stage, or null where none differs. Where the model is cut otherwise, each stage has the mean of what it covers. */
+/** One factor per stage, or null if none differs. If the model is cut otherwise, each stage has the mean of the factors that it covers. */
 export function stageFactors(skew: Record<number, number>, cuts: number, stages: number): number[] | null {
   const given = Object.entries(skew).filter(([stage, factor]) => Number(stage) < cuts && factor !== 1);
   if (!given.length) return null;

@@ -20,6 +20,8 @@ export interface ScheduleInfo {
 
 export interface Candidate {
   index: number;
+  /** A candidate with the place of an earlier one is a better version of it. */
+  place: number;
   name: string;
   makespan: number | null;
   memory: number | null;
@@ -28,7 +30,7 @@ export interface Candidate {
   [more: string]: unknown;
 }
 
-/** What went wrong, in the server's words where it answered. */
+/** What went wrong, in the server's words if it answered. */
 export class ApiError extends Error {}
 
 async function ask(path: string, body?: unknown, signal?: AbortSignal): Promise<unknown> {
@@ -91,8 +93,14 @@ export async function verify(table: unknown, costs: Partial<Costs>, limit: numbe
   return (await ask("/api/verify", { table, costs, ...(limit === null ? {} : { memory_limit: limit }) }, signal)) as Proved;
 }
 
-export async function startPlan(request: unknown): Promise<string> {
-  return String(((await ask("/api/plan", request)) as { job: unknown }).job);
+/** A plan that was started: its key, and what each rank may hold, without what the planner keeps free; null for no limit. */
+export interface Started {
+  job: string;
+  limits: number[] | null;
+}
+
+export async function startPlan(request: unknown): Promise<Started> {
+  return (await ask("/api/plan", request)) as Started;
 }
 
 /** The plan as the server keeps it, as text. */

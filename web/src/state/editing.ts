@@ -151,7 +151,7 @@ export class Editing {
     });
   });
 
-  /** The findings of the order on screen: the verifier's where it has answered, else the page's own. */
+  /** The findings of the order on screen: the verifier's if it has answered, else the page's own. */
   readonly findings = computed<Finding[]>(() => {
     const [view, verdict] = [this.view.value, this.verdict.value];
     if (!view) return [];

@@ -130,7 +130,8 @@ export class Loader {
   /** Opens a file in place of what is shown, or below it. */
   async open(file: File, below = false): Promise<void> {
     await this.guarded(async () => {
-      const content = await file.text();
+      const content = await textIn(file);
+      if (isRecording(content) && !isTimeline(content)) throw new Error(`${file.name} is a trace: choose the schedule that was run, and drop the trace on its chart, or one trace per rank.`);
       const view = await this.read(file.name, content);
       const { first } = this.studio;
       if (below && first.value) return this.show(first.value, view, this.studio.file.value);
@@ -140,18 +141,21 @@ export class Loader {
     });
   }
 
-  /** Opens a file that was dropped; one on the chart that is a recorded run of what is shown is laid over it. */
-  async drop(file: File, onChart: boolean): Promise<void> {
+  /** Opens a file that was dropped; recorded runs on the chart, in one file or in one per rank, are laid over what is shown. */
+  async drop(files: readonly File[], onChart: boolean): Promise<void> {
     const view = this.studio.first.value;
-    if (!onChart || !view?.timed || view.measured || !isRecording(await file.text())) return this.open(file);
-    await this.lay(file);
+    const canLay = onChart && view?.timed && !view.measured;
+    if (canLay && (await Promise.all(files.map(async (file) => isRecording(await textIn(file).catch(() => ""))))).every(Boolean)) return this.lay(files);
+    await this.open(files[0]);
   }
 
-  /** Lays a recorded run over what is shown. */
-  async lay(file: File): Promise<void> {
+  /** Lays a recorded run over what is shown: one file, or one trace of a profiler per rank. */
+  async lay(files: readonly File[]): Promise<void> {
     await this.guarded(async () => {
-      this.studio.record(readRecording(file.name, await file.text()));
-      this.studio.say(`${file.name} is laid over ${this.studio.title.value}.`);
+      const texts = await Promise.all(files.map(async (file) => ({ name: file.name, text: await textIn(file) })));
+      const recording = readRecording(texts);
+      this.studio.record(recording);
+      this.studio.say(`${recording.name} ${files.length > 1 ? "are" : "is"} laid over ${this.studio.title.value}.`);
     });
   }
 
@@ -210,7 +214,7 @@ export class Loader {
     this.studio.say(text);
   }
 
-  /** Runs a body and says what went wrong; what another request has overtaken is nobody's business. */
+  /** Runs a body and says what went wrong; the result of a request that another has overtaken is dropped. */
   async guarded(body: () => Promise<void>): Promise<void> {
     const { studio } = this;
     studio.busy.value++;
@@ -236,6 +240,24 @@ export function sameModel(first: View, second: View): Costs {
   if (!isUniform(first.costs)) return second.costs;
   const share = first.stages / first.ranks / (second.stages / second.ranks);
   return fullCosts(shared(first.costs, share, first.slices / second.slices));
+}
+
+const GZIP = [0x1f, 0x8b];
+
+/** The text of a file; of a compressed one, what is in it. */
+async function textIn(file: File): Promise<string> {
+  const head = new Uint8Array(await file.slice(0, 2).arrayBuffer());
+  if (!GZIP.every((byte, k) => head[k] === byte)) return file.text();
+  try {
+    return await new Response(file.stream().pipeThrough(new DecompressionStream("gzip"))).text();
+  } catch {
+    throw new Error(`${file.name} cannot be unpacked: it is damaged, or was cut off.`);
+  }
+}
+
+/** Whether a recorded run is a timeline of Penstock's, which is opened by itself too. */
+function isTimeline(content: string): boolean {
+  return (JSON.parse(content) as { type?: unknown }).type === "timeline";
 }
 
 /** The changes that a saved view holds. */

@@ -82,6 +82,8 @@ export class PlanState {
   readonly progress = signal<Progress | null>(null);
   readonly result = signal<Result | null>(null);
   readonly error = signal<string | null>(null);
+  /** What each rank may hold, as it was typed, and without what the planner keeps free: the limit that candidates are judged by. */
+  readonly asked = signal<number | null>(null);
   readonly limit = signal<number | null>(null);
   /** The units of what is asked for: times and sizes. */
   readonly units = signal({ time: "", size: "" });
@@ -89,8 +91,8 @@ export class PlanState {
   /** All times are told in one unit: that of the slowest candidate. */
   readonly timeUnit = computed(() => unitFor(Math.max(0, ...this.candidates.value.map((each) => each.makespan ?? 0)), this.units.value.time));
 
-  /** The key of the plan that was asked for last, once the server has given it. */
-  private key: Promise<string> | null = null;
+  /** The plan that was asked for last, once the server has named it. */
+  private started: Promise<api.Started> | null = null;
 
   /** The planner's choice once it has chosen, else the fastest so far of those that fit. */
   readonly best = computed(() => {
@@ -109,13 +111,17 @@ export class PlanState {
       this.progress.value = null;
       this.result.value = null;
       this.error.value = null;
-      this.limit.value = limit;
+      this.asked.value = this.limit.value = limit;
       this.units.value = units;
     });
     try {
-      this.key = api.startPlan(request);
-      this.job.value = await this.key;
-      this.listen(this.job.value);
+      this.started = api.startPlan(request);
+      const { job, limits } = await this.started;
+      batch(() => {
+        this.job.value = job;
+        if (limits?.length) this.limit.value = Math.min(...limits);
+      });
+      this.listen(job);
     } catch (error) {
       this.fail((error as Error).message);
     }
@@ -126,7 +132,7 @@ export class PlanState {
     const events = api.planEvents(job);
     const waiting: Candidate[] = [];
     const flush = (): void => {
-      if (waiting.length) this.candidates.value = [...this.candidates.value, ...waiting.splice(0)];
+      if (waiting.length) this.candidates.value = withLatest(this.candidates.value, waiting.splice(0));
     };
     const timer = setInterval(flush, 100);
     const end = (): void => {
@@ -174,38 +180,59 @@ export class PlanState {
   async cancel(): Promise<void> {
     this.cancelling.value = true;
     try {
-      if (this.key) await api.cancelPlan(await this.key);
+      if (this.started) await api.cancelPlan((await this.started).job);
     } catch {
       this.cancelling.value = false; // a plan that did not start has said why; one that cannot be reached is heard of by its listener
     }
   }
 }
 
-/** Something that would fit, as the planner says it, and the change to the form that asks for it. */
+/** Candidates with newer versions in the places of the older ones. */
+export function withLatest(candidates: readonly Candidate[], found: readonly Candidate[]): Candidate[] {
+  const latest = new Map(candidates.map((each) => [each.place, each]));
+  for (const each of found) latest.set(each.place, each);
+  return [...latest.values()];
+}
+
+/** Something that would fit: what a button that plans it says, what the planner says of it, and the change to the form that asks for it. */
 export interface Remedy {
   text: string;
+  why: string;
   change: (wanted: Wanted) => Wanted;
 }
 
-const REMEDIES: [RegExp, (found: RegExpExecArray) => (wanted: Wanted) => Wanted][] = [
-  [/a memory limit of (\S+?)(?=[:,]|$)/, ([, limit]) => (wanted) => ({ ...wanted, limit })],
-  [/limits of at least (\S+) per rank/, ([, limit]) => (wanted) => ({ ...wanted, limit })],
-  [/microbatches of (\d+), (\d+) of them/, ([, size, count]) => (wanted) => ({ ...wanted, microbatches: count, shape: { ...wanted.shape, microbatch: size } })],
-  [/^\s*(?:or )?(?:at least )?(\d+) ranks/, ([, ranks]) => (wanted) => ({ ...wanted, ranks })],
-  [/recompute=True/, () => (wanted) => ({ ...wanted, recompute: true })],
+type Made = Pick<Remedy, "text" | "change">;
+
+const REMEDIES: [RegExp, (found: RegExpExecArray) => Made][] = [
+  [/^a memory limit of (\S+)$/, ([, limit]) => ({ text: `Plan with ${limit} per rank`, change: (wanted) => ({ ...wanted, limit }) })],
+  [
+    /^microbatches of (\d+), (\d+) of them/,
+    ([, size, count]) => ({
+      text: `Plan with ${count} microbatches of ${size}`,
+      change: (wanted) => ({ ...wanted, microbatches: count, shape: { ...wanted.shape, microbatch: size } }),
+    }),
+  ],
+  [/^(\d+) ranks$/, ([, ranks]) => ({ text: `Plan with ${ranks} ranks`, change: (wanted) => ({ ...wanted, ranks }) })],
+  [/^recompute=True$/, () => ({ text: "Plan with recompute", change: (wanted) => ({ ...wanted, recompute: true }) })],
 ];
 
-/** What the planner's refusal says would fit. */
+/** What the planner's refusal says would fit: the lines below "what would fit", each something that the planner has tried. */
 export function remediesIn(error: string): Remedy[] {
-  const at = error.indexOf("what would fit");
-  const parts = at >= 0 ? error.slice(at).split("\n").slice(1) : error.split(/(?<=\.) |, (?=or )/);
-  return parts.flatMap((part) => {
-    for (const [pattern, change] of REMEDIES) {
-      const found = pattern.exec(part);
-      if (found && (at >= 0 || !/no plan fits/.test(part))) return [{ text: part.trim(), change: change(found) }];
+  const lines = error.split("\n");
+  const at = lines.findIndex((line) => line.startsWith("what would fit"));
+  return (at < 0 ? [] : lines.slice(at + 1)).flatMap((line) => {
+    const [, what, why] = /^\s*(.+?)(?:: (.*))?$/.exec(line) ?? [];
+    for (const [pattern, make] of REMEDIES) {
+      const found = pattern.exec(what ?? "");
+      if (found) return [{ ...make(found), why: why ?? "" }];
     }
     return [];
   });
+}
+
+/** What a refusal says besides what would fit, which stands on buttons. */
+export function reasonIn(error: string): string {
+  return remediesIn(error).length ? error.slice(0, error.indexOf("\nwhat would fit")) : error;
 }
 
 /** The candidates that no other beats in both time and memory, the fastest first. */

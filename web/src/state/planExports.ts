@@ -29,7 +29,7 @@ export async function savePlan(plan: PlanState): Promise<void> {
   save({ name: "plan.json", type: "application/json", content: await plan.file() });
 }
 
-const COLUMNS = ["index", "name", "placement", "chunks", "microbatch", "microbatches", "recompute", "verdict", "reason", "fits", "makespan", "bubble", "memory", "memory_rank"] as const;
+const COLUMNS = ["index", "name", "placement", "chunks", "microbatch", "microbatches", "slices", "recompute", "verdict", "reason", "fits", "makespan", "bubble", "memory", "memory_rank"] as const;
 
 /** One row per candidate; text that a table program would take for a formula is kept as text. */
 export function candidatesCsv(candidates: Candidate[]): string {
@@ -41,7 +41,7 @@ export function candidatesCsv(candidates: Candidate[]): string {
   return [COLUMNS.join(","), ...candidates.map((candidate) => COLUMNS.map((name) => cell(candidate[name])).join(","))].map((line) => `${line}\r\n`).join("");
 }
 
-const STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "font-size", "font-weight", "font-family"];
+const STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "stroke-linejoin", "paint-order", "font-size", "font-weight", "font-family"];
 
 /** The plot of the page as a file of its own, with the styles that it has on screen. */
 function plotSvg(): string {

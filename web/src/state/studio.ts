@@ -208,7 +208,7 @@ export class Studio {
     this.selected.value = node < 0 ? null : { what: "action", panel: 0, index: node };
   }
 
-  /** Copies a text, or shows it where the browser does not let a page do that. */
+  /** Copies a text, or shows it if the browser does not let a page do that. */
   async copy(text: string, note: string): Promise<void> {
     try {
       await navigator.clipboard.writeText(text);

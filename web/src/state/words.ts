@@ -114,11 +114,12 @@ function describeMeasured(shown: Shown, node: number): Said {
 
 function heldBy(shown: Shown, parts: number[]): Fact[] {
   const { entries, kinds } = shown.view;
-  const size = (name: "activation" | "weight_stash", entry: number): number =>
+  const size = (name: "activation" | "weight_stash" | "kept", entry: number): number =>
     valueAt(shown.costs[name], entries.stage[entry], entries.unit[entry]);
   return parts.flatMap((entry): Fact[] => {
     const kind = kinds[entries.kind[entry]];
-    if (kind === "F") return [["holds from now on", shown.size(size("activation", entry))]];
+    const kept: Fact[] = size("kept", entry) > 0 ? [["keeps for later slices", shown.size(size("kept", entry))]] : [];
+    if (kind === "F") return [["holds from now on", shown.size(size("activation", entry))], ...kept];
     if (kind === "B") return [["frees", shown.size(size("activation", entry))]];
     if (kind === "I") return [["frees", shown.size(size("activation", entry))], ["keeps for W", shown.size(size("weight_stash", entry))]];
     return kind === "W" ? [["frees", shown.size(size("weight_stash", entry))]] : [];

@@ -7,12 +7,15 @@ interface Question {
   costs: Partial<core.Costs> | null;
   /** Changes to the order, as an address holds them. */
   edits?: string;
+  /** Files of a recorded run to lay over the document. */
+  recorded?: core.NamedText[];
 }
 
 /** What the page makes of a changed order, and what it finds wrong with it. */
 function edited(view: core.View, edits: string): unknown {
   const order = core.applyEdits(core.orderOf(view), core.decodeEdits(edits), view.table.edges);
   const made = core.checkedView(view, order);
+  const repairs = core.repair(view, order);
   const columns = (group: object): unknown => Object.fromEntries(Object.entries(group).map(([name, column]) => [name, Array.from(column as ArrayLike<number>)]));
   return {
     json: core.toTableJson(made),
@@ -23,13 +26,15 @@ function edited(view: core.View, edits: string): unknown {
     local: columns(made.local),
     messages: columns(made.messages),
     channels: made.channels,
-    repaired: core.repair(view, order) && core.toTableJson(core.checkedView(view, core.applyEdits(order, core.repair(view, order)!, view.table.edges))),
+    repairs: repairs && core.encodeEdits(repairs),
+    repaired: repairs && core.toTableJson(core.checkedView(view, core.applyEdits(order, repairs, view.table.edges))),
     applied: made.findings.map(({ fix }) => fix && core.toTableJson(core.checkedView(view, core.applyEdits(order, fix, view.table.edges)))),
   };
 }
 
-function answer({ document, costs, edits }: Question): unknown {
+function answer({ document, costs, edits, recorded }: Question): unknown {
   const view = core.readDocument(document);
+  if (recorded !== undefined) return plainTiming(core.timingOf(view, core.readRecording(recorded)));
   if (edits !== undefined) return edited(view, edits);
   const nodes = Array.from({ length: view.nodes }, (_, node) => node);
   const table = { view: core.toDocument(view, ""), csv: core.toCsv(view), actions: nodes.map((node) => core.actionText(view, node)), json: core.toTableJson(view) };
@@ -40,7 +45,7 @@ function answer({ document, costs, edits }: Question): unknown {
   const memory = core.memoryOf(view, timing, used);
   return {
     ...table,
-    timing: Object.fromEntries(Object.entries(timing).map(([name, column]) => [name, typeof column === "string" ? column : Array.from(column)])),
+    timing: plainTiming(timing),
     memory: memory.ranks.map(plain),
     host: memory.host?.map(plain) ?? null,
     gaps: Array.from({ length: view.ranks }, (_, rank) => core.gapsOf(view, timing, rank).map((gap) => ({ ...gap, text: core.gapText(gap) }))),
@@ -51,6 +56,10 @@ function answer({ document, costs, edits }: Question): unknown {
     timeline: core.toTimelineJson(view, timing, used),
     trace: core.toTrace(view, timing, used),
   };
+}
+
+function plainTiming(timing: core.Timing): unknown {
+  return Object.fromEntries(Object.entries(timing).map(([name, column]) => [name, typeof column === "string" ? column : Array.from(column)]));
 }
 
 function plain(curve: core.Curve): unknown {

@@ -17,7 +17,7 @@ from penstock.cli.sources import OptionalLowering, Per, PerOption, TimelineSourc
 from penstock.errors import UsageError
 from penstock.text.numbers import format_percent
 from penstock.text.table import format_table
-from penstock.text.units import seconds_per
+from penstock.text.units import SECONDS, seconds_per
 
 if TYPE_CHECKING:
     from penstock.simulator.comparison.differences import Differences
@@ -115,8 +115,9 @@ def compare(
     the same work; with --per stage, every stage has these costs. Saved timelines stay as they are unless --costs are given, and
     measured ones always do.
 
-    A measured timeline is laid over the first predicted one if both do the same work: the output compares their figures, shows where
-    they part, and what makes the measured one longer. Measured times are in seconds; --unit converts them to the prediction's unit.
+    A measured timeline is laid over the first predicted one if both do the same work: the output compares their figures, and shows
+    where they begin to differ and what makes the measured one longer. Measured times are in seconds. --unit names the unit of the
+    predicted times, if they do not have one.
 
     \b
     Examples:
@@ -136,25 +137,38 @@ def compare(
     with show_steps(len(timed) + 2) as step:
         for name, source in zip(sources, timed, strict=True):
             step(f"timing {name}")
-            entries.append(NamedTimeline(name, _timeline(source, unit)))
+            entries.append(NamedTimeline(name, _read_timeline(source, unit)))
         step("comparing")
         laid = lay_over(entries, overlay, scale, tolerance)
-        if laid.pairs and unit is None and any(entry.is_measured for entry in entries):
+        if unit is None and any(entry.is_measured for entry in entries):
             unit = "s"
-        ranked = sorted(laid.entries, key=lambda entry: (_value(entry, by), _value(entry, By.PEAK)))
-        data = {"by": by.value, "results": [_data(entry, ranked[0], by) for entry in ranked], **(laid.data(unit) if as_json else {})}
+        ranked = sorted(laid.entries, key=lambda entry: (_format_value(entry, by), _format_value(entry, By.PEAK)))
+        data = {
+            "by": by.value,
+            "results": [_collect_data(entry, ranked[0], by) for entry in ranked],
+            **(laid.data(unit) if as_json else {}),
+        }
         step("drawing")
         if output is not None:
             _draw(laid, ranked, output, {} if unit is None else {"unit": unit})
-    deliver(lambda _: chain(_lines(ranked, by, unit), laid.lines(unit)), lambda: data, as_json=as_json, output=None)
+    deliver(lambda _: chain(_write_lines(ranked, by, unit), laid.lines(unit)), lambda: data, as_json=as_json, output=None)
 
 
-def _timeline(timed: TimelineSource, unit: str | None) -> Timeline:
-    """A measured timeline is not simulated, only converted from seconds."""
+def _read_timeline(timed: TimelineSource, unit: str | None) -> Timeline:
+    """A prediction, in `unit` if it does not know its own; a measured timeline is not simulated, only converted from seconds."""
     measured = timed.get_measured()
-    if measured is None:
-        return timed.timeline()
-    return measured if unit is None else measured.scaled(1 / seconds_per(unit))
+    if measured is not None:
+        return measured if unit is None else _name_unit(measured.scaled(1 / seconds_per(unit)), unit)
+    predicted = timed.timeline()
+    return predicted if unit is None or _knows_unit(predicted) else _name_unit(predicted, unit)
+
+
+def _knows_unit(timeline: Timeline) -> bool:
+    return timeline.units.time_unit in SECONDS
+
+
+def _name_unit(timeline: Timeline, unit: str) -> Timeline:
+    return timeline.in_units(replace(timeline.units, time_unit=unit))
 
 
 def _draw(laid: Overlay, ranked: list[NamedTimeline], output: Path, options: dict[str, Any]) -> None:
@@ -168,7 +182,7 @@ def _draw(laid: Overlay, ranked: list[NamedTimeline], output: Path, options: dic
         save_picture([entry.timeline for entry in ranked], output, names=[entry.name for entry in ranked], **options)
 
 
-def _value(entry: NamedTimeline, by: By) -> float:
+def _format_value(entry: NamedTimeline, by: By) -> float:
     timeline = entry.timeline
     return {
         By.MAKESPAN: timeline.makespan,
@@ -178,29 +192,31 @@ def _value(entry: NamedTimeline, by: By) -> float:
     }[by]
 
 
-def _data(entry: NamedTimeline, best: NamedTimeline, by: By) -> dict[str, Any]:
+def _collect_data(entry: NamedTimeline, best: NamedTimeline, by: By) -> dict[str, Any]:
     from penstock.cli.commands.simulate import data
 
-    return {"source": entry.name, "relative": _relative(entry, best, by), "timeline": data(entry.timeline)}
+    return {"source": entry.name, "relative": _format_relative(entry, best, by), "timeline": data(entry.timeline)}
 
 
-def _relative(entry: NamedTimeline, best: NamedTimeline, by: By) -> float | None:
+def _format_relative(entry: NamedTimeline, best: NamedTimeline, by: By) -> float | None:
     """The ratio to the best; None if only the best is 0."""
-    value, least = _value(entry, by), _value(best, by)
+    value, least = _format_value(entry, by), _format_value(best, by)
     return value / least if least else 1.0 if not value else None
 
 
-def _lines(ranked: list[NamedTimeline], by: By, unit: str | None) -> Iterator[str]:
+def _write_lines(ranked: list[NamedTimeline], by: By, unit: str | None) -> Iterator[str]:
     """One row per timeline, the best first."""
     from penstock.draw.summary import format_memory, format_time, unit_of
 
     rows = [("", "schedule", "ranks", "microbatches", "makespan", "bubble", "peak", "messages", f"{by} / best")]
+    in_bytes = any(entry.timeline.units.in_bytes for entry in ranked)  # peaks in another unit cannot be compared with those
     for place, entry in enumerate(ranked, start=1):
-        timeline, relative = entry.timeline, _relative(entry, ranked[0], by)
+        timeline, relative = entry.timeline, _format_relative(entry, ranked[0], by)
         slices = f" x {timeline.table.slices}" if timeline.table.slices > 1 else ""
         shape = entry.name, str(timeline.ranks), f"{timeline.table.microbatches}{slices}"
         makespan = format_time(timeline.makespan, unit_of(timeline, unit))
-        figures = makespan, format_percent(timeline.bubble), format_memory(max(timeline.peak_memory), timeline.units.in_bytes)
+        peak = format_memory(max(timeline.peak_memory), timeline.units.in_bytes) if timeline.units.in_bytes >= in_bytes else "-"
+        figures = makespan, format_percent(timeline.bubble), peak
         rows.append((str(place), *shape, *figures, str(timeline.num_messages), "-" if relative is None else f"{relative:.3f}"))
     yield from format_table(rows, left=(1,))
     if len({(entry.timeline.ranks, entry.timeline.table.microbatches) for entry in ranked}) > 1:
@@ -262,22 +278,25 @@ class Overlay:
         return {"differences": pairs, "refused": [{"source": name, "reason": reason} for name, reason in self.refused.items()]}
 
     def lines(self, unit: str | None) -> Iterator[str]:
-        from penstock.draw.summary import describe_differences, section_lines
+        from penstock.draw.summary import describe_differences, write_sections
 
         for pair in self.pairs:
             yield ""
-            yield from section_lines(list(describe_differences(pair.differences, unit, pair.words, pair.title)))
+            yield from write_sections(list(describe_differences(pair.differences, unit, pair.words, pair.title)))
         for name, reason in self.refused.items():
             yield ""
             yield f"{name} is not laid over the prediction: {reason}"
 
 
 def lay_over(entries: Sequence[NamedTimeline], asked: bool | None, scale: str | None, tolerance: float | None) -> Overlay:
-    """Lay each measured timeline over the first predicted one; with `asked`, lay each timeline over the first."""
+    """Lay each measured timeline over the first predicted one; with `asked`, lay each timeline over the first, and with False none.
+
+    Either way, predictions get the unit of the measured timelines, and are refused if there is no telling how.
+    """
     from penstock.simulator.comparison.differences import TOLERANCE, differences
     from penstock.simulator.comparison.matching import match
 
-    base, others = _split(entries, asked)
+    base, others = _split(entries, bool(asked))
     if not others:
         _refuse_unused(asked, scale, tolerance)
         return Overlay(list(entries))
@@ -291,18 +310,17 @@ def lay_over(entries: Sequence[NamedTimeline], asked: bool | None, scale: str | 
                 raise UsageError(f"{other.name} cannot be laid over {base.name}: {error}") from None
             laid.refused[other.name] = str(error)
         else:
-            found = differences(base.timeline, other.timeline, scale=factor, tolerance=TOLERANCE if tolerance is None else tolerance)
-            factor = found.scale  # one factor for all pairs
-            laid.pairs.append(Pair(base, other, found))
-    return _rescale(laid)
+            compared = differences(base.timeline, other.timeline, scale=factor, tolerance=TOLERANCE if tolerance is None else tolerance)
+            factor = compared.scale  # one factor for all pairs
+            laid.pairs.append(Pair(base, other, compared))
+    laid = replace(laid, entries=_convert(laid.entries, factor))
+    return Overlay(laid.entries) if asked is False else laid
 
 
-def _split(entries: Sequence[NamedTimeline], asked: bool | None) -> tuple[NamedTimeline, list[NamedTimeline]]:
+def _split(entries: Sequence[NamedTimeline], all_over_first: bool) -> tuple[NamedTimeline, list[NamedTimeline]]:
     """Find the prediction and the timelines to lay over it."""
-    if asked is False:
-        return entries[0], []
     base = next((entry for entry in entries if not entry.is_measured), entries[0])
-    return base, [entry for entry in entries if entry is not base and (asked or entry.is_measured)]
+    return base, [entry for entry in entries if entry is not base and (all_over_first or entry.is_measured)]
 
 
 def _refuse_unused(asked: bool | None, scale: str | None, tolerance: float | None) -> None:
@@ -313,10 +331,25 @@ def _refuse_unused(asked: bool | None, scale: str | None, tolerance: float | Non
             raise UsageError(f"{option} is for timelines laid over each other: one of them must be measured, or give --overlay")
 
 
-def _rescale(laid: Overlay) -> Overlay:
-    """Convert the simulated timelines to the unit of the measured ones."""
-    factor = laid.pairs[0].differences.scale if laid.pairs else 1.0
-    if factor == 1.0:
-        return laid
-    entries = [entry if entry.is_measured else replace(entry, timeline=entry.timeline.scaled(factor)) for entry in laid.entries]
-    return replace(laid, entries=entries)
+def _convert(entries: Sequence[NamedTimeline], factor: float | str | None) -> list[NamedTimeline]:
+    """Convert the predictions to the unit of the measured timelines: from their own unit, or by the factor if they do not know it."""
+    from penstock.simulator.comparison.differences import is_alike
+
+    measured = next((entry.timeline for entry in entries if entry.is_measured), None)
+    if measured is None:
+        return list(entries)
+
+    def convert(timeline: Timeline) -> Timeline:
+        if _knows_unit(timeline) and _knows_unit(measured):
+            return timeline.scaled(seconds_per(timeline.units.time_unit) / seconds_per(measured.units.time_unit))
+        if isinstance(factor, float):
+            return timeline.scaled(factor)
+        ratio = float(measured.busy.sum() / timeline.busy.sum()) if timeline.busy.sum() else 1.0
+        if not is_alike(ratio):
+            raise UsageError(
+                f"the unit of the predicted times is not known, and the measured work takes {ratio:.4g} times as long as the predicted: "
+                "name the unit of the costs with --unit, or give the factor with --scale"
+            )
+        return timeline
+
+    return [entry if entry.is_measured else replace(entry, timeline=convert(entry.timeline)) for entry in entries]

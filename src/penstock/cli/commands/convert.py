@@ -77,7 +77,7 @@ def convert(
     """
     from penstock.ir.formats.csv_form import write_whole
 
-    path = _target(target, output)
+    path = _choose_target(target, output)
     if path == STDOUT and as_json:
         raise UsageError("--json describes the file on stdout, but OUT is stdout already: name a file")
     form = to or _choose_format(path)
@@ -100,7 +100,7 @@ def convert(
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is written, and its description in words and as data."""
+    """The text to write, and its description in words and as data."""
 
     text: str
     words: str
@@ -109,7 +109,7 @@ class Conversion:
     """Lines with the arguments of another package that belong to the text."""
 
 
-def _target(target: Path | None, output: Path | None) -> Path:
+def _choose_target(target: Path | None, output: Path | None) -> Path:
     """OUT or -o FILE."""
     if (target is None) == (output is None):
         raise UsageError("give one file to write: OUT or -o FILE" + (", not both" if target else ""))
@@ -157,7 +157,7 @@ def _fit(table: Table, form: Format | None) -> Table:
     return table
 
 
-def _text(table: Table, form: Format, path: Path) -> str:
+def _write_text(table: Table, form: Format, path: Path) -> str:
     from penstock.ir.formats.csv_form import csv_text
     from penstock.passes.deepspeed.instructions import streams
     from penstock.passes.deepspeed.text import format_streams
@@ -173,11 +173,11 @@ def _text(table: Table, form: Format, path: Path) -> str:
 def _write_table(table: Table, form: Format, path: Path) -> Conversion:
     """Write a schedule or program."""
     written = Format.LOWERED_CSV if form is Format.CSV and table.lowered else form
-    data = {"format": written.value, "type": type(table).__name__.lower(), "name": table.name, **_shape(table)}
-    return Conversion(_text(table, form, path), describe_table(table), data)
+    data = {"format": written.value, "type": type(table).__name__.lower(), "name": table.name, **_describe_shape(table)}
+    return Conversion(_write_text(table, form, path), describe_table(table), data)
 
 
-def _shape(table: Table) -> dict[str, int]:
+def _describe_shape(table: Table) -> dict[str, int]:
     shape = {"ranks": table.ranks, "stages": table.stages, "microbatches": table.microbatches}
     return shape | ({"slices": table.slices} if table.slices > 1 else {})
 
@@ -209,14 +209,14 @@ def _read_layout(source: ScheduleSource, form: Format | None, profile: Path | No
     for name in options:
         if name != "group_size" or form is not Format.MEGATRON:
             raise UsageError(f"--option: a layout takes no {name}: only --from megatron has one option, group_size")
-    text, name = _layout_text(source.source, form)
+    text, name = _read_layout_text(source.source, form)
     assert profile is not None
     model = Profile.load(check_file(profile, "--profile: "))
     read = read_megatron if form is Format.MEGATRON else read_torchtitan
     return read(text, model, ranks=source.ranks, microbatches=source.microbatches, kinds=kinds, source=name, **options)
 
 
-def _layout_text(source: str, form: Format | None) -> tuple[str, str]:
+def _read_layout_text(source: str, form: Format | None) -> tuple[str, str]:
     """The text of a layout, and its name in errors: the source itself, or the file that it names."""
     from penstock.ir.formats.reading import read_text
 
@@ -234,7 +234,7 @@ def _load_plan(source: ScheduleSource, form: Format) -> Plan:
     data = read_json_object(Path(source.source))
     if data is None or data.get("type") != "plan":
         raise UsageError(
-            f"--to {form} needs a plan, which says which layers a stage has, and {source.source} is none: penstock plan -o plan.json"
+            f"--to {form} needs a plan, which says which layers a stage has, and {source.source} is not one: penstock plan -o plan.json"
         )
     source.refuse_shape()
     return Plan.load(source.source)
@@ -243,7 +243,7 @@ def _load_plan(source: ScheduleSource, form: Format) -> Plan:
 def _write_plan(plan: Plan) -> Conversion:
     timeline = plan.predicted
     words = f"{describe_table(plan.schedule, 'plan')}; {plan.units.time(timeline.makespan)}, bubble {format_percent(timeline.bubble)}"
-    data = {"format": Format.JSON.value, "type": "plan", "name": plan.name, **_shape(plan.schedule)}
+    data = {"format": Format.JSON.value, "type": "plan", "name": plan.name, **_describe_shape(plan.schedule)}
     return Conversion(to_json(plan.to_json()), words, {**data, "makespan": timeline.makespan, "bubble": timeline.bubble})
 
 
@@ -255,12 +255,12 @@ def _write_layout(plan: Plan, form: Format, kinds: str | None, source: str) -> C
     except (PlacementError, ScheduleError) as error:
         raise FileFormatError(source, str(error)) from None
     words = f"{form} layout of {describe_table(plan.schedule, 'plan')}"
-    data: dict[str, Any] = {"format": form.value, "type": "layout", "name": plan.name, **_shape(plan.schedule)}
+    data: dict[str, Any] = {"format": form.value, "type": "layout", "name": plan.name, **_describe_shape(plan.schedule)}
     data |= {"layout": export.text, "arguments": export.settings, "notes": list(export.notes)}
-    return Conversion(f"{export.text}\n", words, data, tuple(_argument_lines(export)))
+    return Conversion(f"{export.text}\n", words, data, tuple(_write_arguments(export)))
 
 
-def _argument_lines(export: Export) -> Iterator[str]:
+def _write_arguments(export: Export) -> Iterator[str]:
     yield "arguments that must agree with it:"
     for name, value in export.settings.items():
         yield f"  {name} {value}".rstrip()

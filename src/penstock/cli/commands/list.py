@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.options import AsJson, Output
+from penstock.cli.options import AsJson, TextOutput
 from penstock.cli.output import deliver
 from penstock.schedules.registry import Algorithm, algorithms
 from penstock.text.table import format_table
@@ -21,7 +21,7 @@ def list_(
     *,
     passes: Annotated[bool, typer.Option("--passes", help="List the passes for 'penstock lower --passes' instead.")] = False,
     as_json: AsJson = False,
-    output: Output = None,
+    output: TextOutput = None,
 ) -> None:
     """List the schedules with their bubble and memory.
 
@@ -35,25 +35,25 @@ def list_(
       penstock list --passes
     """
     if passes:
-        known = _passes()
+        known = _list_passes()
         deliver(lambda width: _pass_lines(known, width), lambda: known, as_json=as_json, output=output)
         return
     schedules = list(algorithms().values())
-    deliver(lambda width: _lines(schedules, width), lambda: list(map(_data, schedules)), as_json=as_json, output=output)
+    deliver(lambda width: _write_lines(schedules, width), lambda: list(map(_collect_data, schedules)), as_json=as_json, output=output)
 
 
-def _data(named: Algorithm) -> dict[str, Any]:
+def _collect_data(named: Algorithm) -> dict[str, Any]:
     options = named.options if named.layout.fixed else {"chunks": named.layout.chunks, **named.options}
     return {"name": named.name, "summary": named.summary, "bubble": named.bubble, "memory": named.memory, "options": options}
 
 
-def _passes() -> list[dict[str, str]]:
+def _list_passes() -> list[dict[str, str]]:
     from penstock.passes.pass_list import passes
 
     return [{"name": name, "summary": summary} for name, summary in passes().items()]
 
 
-def _lines(schedules: list[Algorithm], width: int | None) -> Iterator[str]:
+def _write_lines(schedules: list[Algorithm], width: int | None) -> Iterator[str]:
     """One line per schedule, for other programs to cut; on a terminal, the formulas are below the summary."""
     if width is not None:
         return _wrap([(named.name, [named.summary, f"bubble: {named.bubble}", f"memory: {named.memory}"]) for named in schedules], width)
@@ -62,7 +62,7 @@ def _lines(schedules: list[Algorithm], width: int | None) -> Iterator[str]:
 
 
 def _pass_lines(passes: list[dict[str, str]], width: int | None) -> Iterator[str]:
-    rows = [(each["name"], each["summary"]) for each in passes]
+    rows = [(entry["name"], entry["summary"]) for entry in passes]
     return format_table(rows, left=None) if width is None else _wrap([(name, [summary]) for name, summary in rows], width)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.options import AsJson, Output, count_option, text_option
+from penstock.cli.options import TEXT, AsJson, ProgramOutput, count_option, text_option
 from penstock.cli.output import present, present_rank, show_steps
 from penstock.cli.sources import DeferReduceGradWait, LoweringOptions, MaxOutstandingSends, ScheduleSource
 from penstock.errors import UsageError
@@ -22,21 +22,19 @@ def lower(
     *,
     options: LoweringOptions,
     waits: Annotated[
-        bool, typer.Option("--waits", help="Also wait for sends and gradient reductions by actions, as PyTorch 2.15 does.")
+        bool, typer.Option("--waits", help="Also add actions that wait for sends and gradient reductions, as PyTorch 2.15 does.")
     ] = False,
     max_outstanding_sends: MaxOutstandingSends = None,
     defer_reduce_grad_wait: DeferReduceGradWait = False,
     passes: Annotated[str | None, text_option("Run these passes instead: NAME,NAME{OPTION=VALUE},...", "LIST", "--passes")] = None,
     rank: Annotated[int | None, count_option("Print only the actions of this rank.", "--rank", metavar="R")] = None,
     as_json: AsJson = False,
-    output: Output = None,
+    output: ProgramOutput = None,
 ) -> None:
     """Lower a schedule to a proved program.
 
     Adds sends, receives and gradient reductions, counts buffers, and proves that the result runs. 'penstock list --passes' lists the
     passes that do this.
-
-    With -o, a .csv or .json FILE can be loaded again (the CSV by PyTorch too); any other suffix gets the picture.
 
     \b
     Examples:
@@ -68,5 +66,5 @@ def _check(table: Table, rank: int | None, passes: str | None, output: Path | No
         return
     if not 0 <= rank < table.ranks:
         raise UsageError(f"there are {table.ranks} ranks, 0 to {table.ranks - 1}, got --rank {rank}")
-    if output is not None and output.suffix.lower() == ".csv":
-        raise UsageError("a .csv file holds all ranks: leave out --rank, or use another suffix")
+    if output is not None and output.suffix.lower() not in (*TEXT, ".json"):
+        raise UsageError(f"a {output.suffix.lower()} file holds all ranks: leave out --rank, or write .txt or .json")

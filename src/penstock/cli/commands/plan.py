@@ -15,16 +15,19 @@ from penstock.cli.options import (
     AsJson,
     check_file,
     check_suffix,
+    complete_schedule_list,
     count_option,
     file_option,
-    read_assignments,
     read_counts,
+    read_rate,
     read_size,
+    read_time,
     refuse_unitless,
     text_option,
 )
 from penstock.cli.output import INTERRUPTED, catch_interrupt, deliver, show_planning
 from penstock.errors import CostsError, PlanError, UsageError
+from penstock.text.options import read_assignments, split_names
 from penstock.text.units import Units, has_byte_unit
 
 if TYPE_CHECKING:
@@ -60,7 +63,9 @@ def plan(
             "--slices",
         ),
     ] = None,
-    slice_granularity: Annotated[int, count_option("Tokens that the length of a slice is a multiple of.", "--slice-granularity")] = 128,
+    slice_granularity: Annotated[
+        int, count_option("Make the length of each slice a multiple of this many tokens.", "--slice-granularity")
+    ] = 128,
     memory_limit: Annotated[
         str | None, text_option("The memory limit per rank, like 40GiB; or one per rank, with commas.", "SIZE", "--memory-limit")
     ] = None,
@@ -69,14 +74,16 @@ def plan(
         text_option("The share of each limit to keep free.  [default: 0.05 for estimated profiles, else 0]", "SHARE", "--headroom"),
     ] = None,
     schedules: Annotated[
-        str | None, text_option("The schedules to try; 'searched' is an order found by search.  [default: all]", "NAME,NAME", "--schedules")
+        str | None,
+        text_option(
+            "The schedules to try; 'searched' is an order found by search.  [default: all]",
+            "NAME,NAME",
+            "--schedules",
+            complete=complete_schedule_list,
+        ),
     ] = None,
-    recompute: Annotated[
-        bool, typer.Option("--recompute", help="Let stages recompute their forward where memory holds a schedule back.")
-    ] = False,
-    offload: Annotated[
-        bool, typer.Option("--offload", help="Let activations move to host memory where memory holds a schedule back.")
-    ] = False,
+    recompute: Annotated[bool, typer.Option("--recompute", help="Let stages recompute their forward if memory is short.")] = False,
+    offload: Annotated[bool, typer.Option("--offload", help="Let activations move to host memory if memory is short.")] = False,
     host_memory: Annotated[
         str | None, text_option("With --offload: the most host memory per rank, like 100GiB.", "SIZE", "--host-memory")
     ] = None,
@@ -94,7 +101,7 @@ def plan(
         ),
     ] = True,
     split: Annotated[bool, typer.Option("--split/--no-split", help="Whether the backward may be split.")] = True,
-    latency: Annotated[float | None, text_option("Latency of a message, instead of the profile's.", "TIME", "--latency")] = None,
+    latency: Annotated[str | None, text_option("Latency of a message, like 5us, instead of the profile's.", "TIME", "--latency")] = None,
     bandwidth: Annotated[
         str | None, text_option("Bandwidth of a link per unit of time, like 50GB, instead of the profile's.", "SIZE", "--bandwidth")
     ] = None,
@@ -112,11 +119,13 @@ def plan(
 ) -> int:
     """Find the best schedule for a model and a memory limit.
 
-    Chooses the partition, the schedule, its chunks, the microbatch size, the slices of long sequences and what to recompute or offload;
-    prints why, the memory of each rank, and the gap to the lower bound. Ctrl-C ends the search and keeps the best plan so far, with exit
-    code 130. With --gpus and --transformer it plans a whole job: pipeline, data, tensor and context degrees, microbatch size, sharding,
-    recompute per block and vocabulary split; --memory-limit, --bandwidth and --latency are then those of a GPU and of its link to other
-    nodes.
+    Chooses the partition, the schedule and its chunks, the microbatch size, the slices of long sequences, and what to recompute or
+    offload. Prints why it chose them, the memory of each rank, and the gap to the lower bound. Ctrl-C ends the search and keeps the best
+    plan so far, with exit code 130.
+
+    With --gpus and --transformer it plans a whole job: the pipeline, data, tensor and context degrees, the microbatch size, the sharding,
+    the blocks to recompute, and where the vocabulary goes. --memory-limit is then that of a GPU; --bandwidth and --latency are those of
+    its link to other nodes.
 
     \b
     Examples:
@@ -136,24 +145,27 @@ def plan(
     if job.gpus is not None:
         unused = {"--profile": profile, "--ranks": ranks, "--microbatches": microbatches, "--batch": batch, "--figure": figure}
         _refuse_with_gpus(unused)
-        links = {"memory": read_size("--memory-limit", memory_limit), "latency": latency, "bandwidth": read_size("--bandwidth", bandwidth)}
+        links = {"memory": read_size("--memory-limit", memory_limit), "latency": read_time("--latency", latency)}
+        links["bandwidth"] = read_rate("--bandwidth", bandwidth)
         refuse_unitless("--memory-limit", memory_limit)
-        choices = {"schedules": _names(schedules), "microbatch": read_counts("--microbatch-sizes", microbatch_sizes), **job.choices}
+        choices = {"schedules": _read_names(schedules), "microbatch": read_counts("--microbatch-sizes", microbatch_sizes), **job.choices}
         return _plan_job(job.make_job(_read_sizes(transformer), links, headroom), choices, as_json, output)
     if ranks is None:
         raise UsageError("Missing option '-p' / '--ranks': the ranks of the pipeline; --gpus plans a whole job instead")
     if (microbatches is None) == (batch is None):
         raise UsageError("give one of the two: --microbatches, or --batch with the samples per step")
     model = _replace_links(_load_model(profile, transformer), latency, bandwidth)
-    if is_in_bytes(model, None):
+    in_bytes = is_in_bytes(model, None)
+    if in_bytes:
         refuse_unitless("--memory-limit", memory_limit)
+        refuse_unitless("--host-memory", host_memory)
     options: dict[str, Any] = {"microbatches": microbatches, "batch": batch, "memory_limit": limit, "recompute": recompute}
     if not offload and (host_memory is not None or host_bandwidth is not None):
         raise UsageError("--host-memory and --host-bandwidth are for plans that may move activations there: add --offload")
     options |= {"offload": offload, "host_memory": read_size("--host-memory", host_memory)}
-    options |= {"host_bandwidth": read_size("--host-bandwidth", host_bandwidth)}
+    options |= {"host_bandwidth": read_rate("--host-bandwidth", host_bandwidth, in_bytes)}
     options |= {"barrier": barrier, "split": split, "headroom": headroom, "seconds": seconds, "rounds": rounds, "seed": seed}
-    options |= {"schedules": _names(schedules), "microbatch_sizes": read_counts("--microbatch-sizes", microbatch_sizes)}
+    options |= {"schedules": _read_names(schedules), "microbatch_sizes": read_counts("--microbatch-sizes", microbatch_sizes)}
     options |= {"slices": read_counts("--slices", slices), "slice_granularity": slice_granularity}
     with catch_interrupt() as stopped, show_planning(Units(model.time_unit, is_in_bytes(model, limit))) as tell:
         try:
@@ -166,7 +178,7 @@ def plan(
         best.save(output)
     if figure is not None:
         best.save(figure)
-    deliver(lambda _: _lines(best, output), best.to_json, as_json=as_json, output=None)
+    deliver(lambda _: _write_lines(best, output), best.to_json, as_json=as_json, output=None)
     return _report_interrupt("this is the best plan so far") if stopped() else 0
 
 
@@ -188,7 +200,7 @@ def _plan_job(job: Job, choices: dict[str, Any], as_json: bool, output: Path | N
             return _report_interrupt(str(error))
     if output is not None:
         best.save(output)
-    deliver(lambda _: _lines(best, output), best.to_json, as_json=as_json, output=None)
+    deliver(lambda _: _write_lines(best, output), best.to_json, as_json=as_json, output=None)
     return _report_interrupt("this is the best plan so far") if stopped() else 0
 
 
@@ -197,7 +209,7 @@ def _report_interrupt(result: str) -> int:
     return INTERRUPTED
 
 
-def _lines(best: Plan | JobPlan, output: Path | None) -> Iterator[str]:
+def _write_lines(best: Plan | JobPlan, output: Path | None) -> Iterator[str]:
     yield from best.report().splitlines()
     if output is not None:
         yield ""
@@ -212,12 +224,8 @@ def _load_model(profile: Path | None, transformer: str | None) -> Profile:
         raise UsageError("give one model: --profile FILE or --transformer SIZES" + (", not both" if profile else ""))
     if profile is not None:
         return Profile.load(check_file(profile, "--profile: "))
-    sizes = _read_sizes(transformer)
-    if not isinstance(sizes.get("flops", 1), (int, float)):
-        reason = "it is the rate of a device in floating-point operations per second: write a plain number, like flops=400e12"
-        raise UsageError(f"--transformer: flops={sizes['flops']}: {reason}")
     try:
-        return Profile.transformer(**sizes)
+        return Profile.transformer(**_read_sizes(transformer))
     except CostsError as error:
         raise UsageError(f"--transformer: {error}") from None
 
@@ -226,14 +234,20 @@ def _read_sizes(transformer: str | None) -> dict[str, Any]:
     if transformer is None:
         raise UsageError("--gpus plans a job from its sizes: give --transformer")
     parts = re.split(r"[\s,]+(?=\w+\s*=)", transformer.strip())
-    return read_assignments("--transformer", parts, '"layers=32 hidden=4096 heads=32 ... flops=400e12"')
+    sizes = read_assignments("--transformer", parts, '"layers=32 hidden=4096 heads=32 ... flops=400e12"')
+    for name in sizes:
+        if name.endswith("bandwidth"):
+            sizes[name] = read_rate(f"--transformer: {name}", str(sizes[name]))
+        elif name in ("latency", "overhead"):
+            sizes[name] = read_time(f"--transformer: {name}", str(sizes[name]))
+    return sizes
 
 
-def _replace_links(model: Profile, latency: float | None, bandwidth: str | None) -> Profile:
+def _replace_links(model: Profile, latency: str | None, bandwidth: str | None) -> Profile:
     """Replace the latency and the bandwidth of the profile, if they are given."""
-    speed = read_size("--bandwidth", bandwidth)
+    time, speed = read_time("--latency", latency, model.time_unit), read_rate("--bandwidth", bandwidth, model.size_unit == "B")
     try:
-        model = model if latency is None else replace(model, latency=latency)
+        model = model if time is None else replace(model, latency=time)
         return model if speed is None else replace(model, bandwidth=speed)
     except CostsError as error:
         raise UsageError(f"--latency or --bandwidth: {error}") from None
@@ -248,5 +262,5 @@ def _limit(text: str | None) -> Any:
     return limits[0] if len(limits) == 1 else limits
 
 
-def _names(text: str | None) -> list[str] | None:
-    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+def _read_names(text: str | None) -> list[str] | None:
+    return None if text is None else split_names(text)

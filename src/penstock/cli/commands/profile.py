@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import AsJson, check_suffix, count_option, file_option, read_counts, read_size, text_option
+from penstock.cli.options import AsJson, check_suffix, count_option, file_option, read_counts, read_rate, read_time, text_option
 from penstock.cli.output import deliver, show_steps
 from penstock.cli.sources import load_function
 from penstock.errors import UsageError
@@ -39,9 +39,11 @@ def profile(
     repeats: Annotated[int, count_option("Timed runs of each layer; the median counts.", "--repeats")] = 7,
     slices: Annotated[
         int | None,
-        count_option("Measure slices of the sequence too, so that a plan may cut it: the most slices that it may take.", "--slices"),
+        count_option("Also measure slices of the sequence, up to this many, so that a plan may cut it.", "--slices"),
     ] = None,
-    latency: Annotated[float, text_option("Latency of a message between ranks, in seconds.", "S", "--latency")] = 0.0,
+    latency: Annotated[
+        str | None, text_option("Latency of a message between ranks, like 5us, or in seconds.  [default: 0]", "TIME", "--latency")
+    ] = None,
     bandwidth: Annotated[
         str | None, text_option("Bandwidth of a link per second, like 50GB.  [default: unlimited]", "SIZE", "--bandwidth")
     ] = None,
@@ -62,18 +64,19 @@ def profile(
     from penstock.runtime.measure.profile import profile as measure
 
     check_suffix(output, (".json", ".toml"))
-    sizes, speed = read_counts("--microbatch-sizes", microbatch_sizes), read_size("--bandwidth", bandwidth)
+    sizes, speed = read_counts("--microbatch-sizes", microbatch_sizes), read_rate("--bandwidth", bandwidth)
+    delay = read_time("--latency", latency) or 0.0
     layers, sample, loss = _build(source, load_function(source))
     if not sizes:  # the sample's size, a half and a quarter of it, if they are whole
         rows = count_rows(sample)
         sizes = [rows // part for part in (1, 2, 4) if rows % part == 0]
-    options: dict[str, Any] = {"microbatch_sizes": sizes, "warmup": warmup, "repeats": repeats, "latency": latency, "bandwidth": speed}
+    options: dict[str, Any] = {"microbatch_sizes": sizes, "warmup": warmup, "repeats": repeats, "latency": delay, "bandwidth": speed}
     options |= {"device": device, "optimizer": optimizer, "slices": slices, **loss}
     with show_steps(repeats * len(sizes)) as step:
         measured = measure(layers, sample, **options, progress=lambda what, at, of: step(what))
     if output is not None:
         measured.save(output)
-    deliver(lambda _: _lines(measured, output), measured.to_json, as_json=as_json, output=None)
+    deliver(lambda _: _write_lines(measured, output), measured.to_json, as_json=as_json, output=None)
 
 
 def _build(source: str, build: Callable[[], Any]) -> tuple[Any, Any, dict[str, Any]]:
@@ -87,7 +90,7 @@ def _build(source: str, build: Callable[[], Any]) -> tuple[Any, Any, dict[str, A
     return built[0], built[1], dict(zip(("loss_fn", "target"), built[2:], strict=False))
 
 
-def _lines(measured: Profile, output: Path | None) -> Iterator[str]:
+def _write_lines(measured: Profile, output: Path | None) -> Iterator[str]:
     """One table per microbatch size."""
     units = Units(measured.time_unit, in_bytes=True)
     yield measured.source
@@ -96,8 +99,8 @@ def _lines(measured: Profile, output: Path | None) -> Iterator[str]:
         rows: list[tuple[str, ...]] = [("layer", "F", "I", "W", "activation", "stash", "output", "parameters", "gradients", "optimizer")]
         for place, layer in enumerate(at.layers):
             times = (units.time(time) for time in (layer.f, layer.i, layer.w))
-            held = (layer.activation, layer.weight_stash, layer.output, layer.parameters, layer.gradients, layer.optimizer)
-            rows.append((layer.name or str(place), *times, *map(units.size, held)))
+            sizes = (layer.activation, layer.weight_stash, layer.output, layer.parameters, layer.gradients, layer.optimizer)
+            rows.append((layer.name or str(place), *times, *map(units.size, sizes)))
         yield ""
         yield f"microbatches of {size}: {units.time(at.time)} on one device"
         yield from format_table(rows, indent="  ")

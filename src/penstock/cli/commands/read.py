@@ -14,11 +14,11 @@ from penstock.text.numbers import format_percent
 from penstock.text.table import format_table
 
 if TYPE_CHECKING:
-    from penstock.simulator.timeline import Timeline
+    from penstock.integrations.profiler_traces import TracedStep
 
 
 def read(
-    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="One trace of torch.profiler per rank: .json or .json.gz.")],
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE", help="One trace of torch.profiler per rank: .json or .json.gz.")],
     *,
     step: Annotated[int | None, count_option("The step to read, from 0.  [default: the last]", "--step")] = None,
     profile: Annotated[
@@ -36,8 +36,9 @@ def read(
 ) -> None:
     """Read profiler traces of a pipeline as one timeline.
 
-    Takes runs of torch.distributed.pipelining (ranges PP:0F0, or Forward 0 and Backward 0) and of Penstock. Aligns the ranks' clocks,
-    and says how long ranks were idle, who waited for whom, and which rank is slow.
+    Takes the files of one pipeline, in any order, of torch.distributed.pipelining (ranges PP:0F0, or Forward 0 of ScheduleGPipe; its
+    Schedule1F1B writes none) or of Penstock. Aligns the ranks' clocks, and says how long ranks were idle, who waited for whom, and which
+    rank is slow.
 
     \b
     Examples:
@@ -46,32 +47,43 @@ def read(
       penstock plan --profile stages.json --ranks 4 --microbatches 16
     """
     from penstock.draw.save import SUFFIXES
-    from penstock.integrations.profiler_traces import read_traces, stage_profile
+    from penstock.integrations.profiler_traces import read_step, stage_profile
     from penstock.ir.formats.csv_form import write_whole
 
     check_suffix(output, SUFFIXES)
-    timeline = read_traces([check_file(path) for path in traces], step)
+    traced = read_step([check_file(path) for path in traces], step)
+    timeline = traced.timeline
     if output is not None:
         timeline.save(output)
     if profile is not None:
         write_whole(profile, to_json(stage_profile(timeline).to_json()))
-    deliver(lambda _: _lines(timeline), lambda: _data(timeline), as_json=as_json, output=None)
+    deliver(lambda _: _write_lines(traced), lambda: _collect_data(traced), as_json=as_json, output=None)
 
 
-def _data(timeline: Timeline) -> dict[str, Any]:
+def _collect_data(traced: TracedStep) -> dict[str, Any]:
     from penstock.cli.commands.simulate import data
-    from penstock.integrations.profiler_traces import find_slow_rank, waits_between_ranks
+    from penstock.integrations.profiler_traces import find_busiest_rank, find_slow_rank, waits_between_ranks
 
-    slow = find_slow_rank(timeline)
-    return {**data(timeline), "waits": waits_between_ranks(timeline), "slow_rank": None if slow is None else slow.rank}
+    timeline, slow = traced.timeline, find_slow_rank(traced)
+    busiest = find_busiest_rank(timeline)
+    return {
+        **data(timeline),
+        "processes": traced.processes,
+        "waits": waits_between_ranks(timeline),
+        "slow_rank": None if slow is None else slow.rank,
+        "busiest_rank": None if busiest is None else busiest.rank,
+    }
 
 
-def _lines(timeline: Timeline) -> Iterator[str]:
+def _write_lines(traced: TracedStep) -> Iterator[str]:
     from penstock.draw.summary import shape_of
-    from penstock.integrations.profiler_traces import find_slow_rank, waits_between_ranks
+    from penstock.integrations.profiler_traces import find_busiest_rank, find_slow_rank, waits_between_ranks
 
+    timeline = traced.timeline
     time, makespan = timeline.units.time, timeline.makespan
     yield f"traced: {', '.join(shape_of(timeline))}"
+    if traced.processes != tuple(range(timeline.ranks)) and None not in traced.processes:
+        yield f"ranks 0 to {timeline.ranks - 1} of the pipeline are the processes {', '.join(map(str, traced.processes))}"
     yield ""
     yield f"makespan  {time(makespan)}"
     yield f"bubble    {format_percent(timeline.bubble)} of all ranks' time"
@@ -84,4 +96,7 @@ def _lines(timeline: Timeline) -> Iterator[str]:
         rows.append((str(rank), time(busy[rank]), format_percent(1 - busy[rank] / makespan), blamed or "-"))
     yield from format_table(rows, left=(3,))
     yield ""
-    yield str(find_slow_rank(timeline) or "no rank is slow: none computes for more than 1.15 times the median of the others")
+    nobody = (
+        "no rank is slow: none takes 1.15 times as long as others for the same operators, or computes 1.15 times as long as their median"
+    )
+    yield str(find_slow_rank(traced) or find_busiest_rank(timeline) or nobody)

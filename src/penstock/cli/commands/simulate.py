@@ -58,7 +58,7 @@ def simulate(
             timeline.save(output, **({} if unit is None or suffix == ".json" else {"unit": unit}))
         step("summing up")
         figures = data(timeline)
-    deliver(lambda width: _lines(timeline, width, unit), lambda: figures, as_json=as_json, output=None)
+    deliver(lambda width: _write_lines(timeline, width, unit), lambda: figures, as_json=as_json, output=None)
 
 
 def data(timeline: Timeline) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def data(timeline: Timeline) -> dict[str, Any]:
     return {**summarize(timeline), "busy": timeline.busy.tolist(), "costs": timeline.costs.to_json()}
 
 
-def _lines(timeline: Timeline, width: int | None, unit: str | None) -> Iterator[Line]:
+def _write_lines(timeline: Timeline, width: int | None, unit: str | None) -> Iterator[Line]:
     from penstock.draw.terminal import ASCII_BARS, BARS, timeline_lines
 
     return timeline_lines(timeline, width=width, bars=BARS if can_print(BARS) else ASCII_BARS, unit=unit)

@@ -68,7 +68,7 @@ def _check_files(options: TrainOptions, files: dict[str, Path | None]) -> None:
     check_suffix(files["record"], SUFFIXES)
     check_suffix(files["report"], (".html",))
     if files["save_plan"] is not None and not options.is_planned:
-        raise UsageError(f"--save-plan needs a plan, and --schedule {options.schedule} is none: use auto, or give a --memory-limit")
+        raise UsageError(f"--save-plan needs a plan, and --schedule {options.schedule} is not one: use auto, or give a --memory-limit")
     report = files["report"]
     if report is not None and (report.is_dir() or not next(folder for folder in report.absolute().parents if folder.exists()).is_dir()):
         raise UsageError(f"--report: {report} cannot be written: name a file in a folder")

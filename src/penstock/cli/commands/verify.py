@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import AsJson, Output, read_size, text_option
+from penstock.cli.options import AsJson, TextOutput, read_size, text_option
 from penstock.cli.output import deliver, show_steps
 from penstock.cli.sources import DeferReduceGradWait, LoweringOptions, MaxOutstandingSends, OffloadShare, ScheduleSource
 from penstock.errors import UsageError, VerifyError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Semantics(StrEnum):
-    """What sends and receives wait for."""
+    """The semantics of sends and receives."""
 
     CHANNELS = "channels"
     RENDEZVOUS = "rendezvous"
@@ -53,7 +53,7 @@ def verify(
     defer_reduce_grad_wait: DeferReduceGradWait = False,
     offload: OffloadShare = None,
     as_json: AsJson = False,
-    output: Output = None,
+    output: TextOutput = None,
 ) -> int:
     """Prove that a program runs, or say why not.
 
@@ -69,7 +69,7 @@ def verify(
       penstock verify program.csv --max-outstanding-sends 4
       penstock verify zbv -p 8 -m 32 --memory-limit 40GiB --activation 1.5GiB --weight-stash 800MiB
     """
-    limits = _memory_keywords(memory_limit, host_memory_limit, activation, weight_stash)
+    limits = _read_memory_limits(memory_limit, host_memory_limit, activation, weight_stash)
     limits["max_outstanding_sends"] = max_outstanding_sends
     lowering = LoweringOptions(offload=offload, max_outstanding_sends=max_outstanding_sends, defer_reduce_grad_wait=defer_reduce_grad_wait)
     lowering.check()
@@ -85,12 +85,12 @@ def verify(
         table = table if source.is_file else lowering.lower(table)
         for name in chosen:
             step(f"proving, {name}")
-            results[name] = _result(table, name, limits)
-    deliver(lambda _: _lines(results), lambda: _data(source.source, results), as_json=as_json, output=output)
+            results[name] = _write_result(table, name, limits)
+    deliver(lambda _: _write_lines(results), lambda: _collect_data(source.source, results), as_json=as_json, output=output)
     return int(any(isinstance(result, Exception) for result in results.values()))
 
 
-def _memory_keywords(limit: str | None, host_limit: str | None, activation: str | None, weight_stash: str | None) -> dict[str, Any]:
+def _read_memory_limits(limit: str | None, host_limit: str | None, activation: str | None, weight_stash: str | None) -> dict[str, Any]:
     """Turn the options into arguments of the library's `verify`; refuse a limit in bytes if activations are not in bytes."""
     from penstock.ir.costs import Costs
 
@@ -107,7 +107,7 @@ def _memory_keywords(limit: str | None, host_limit: str | None, activation: str 
     return {"costs": Costs(**sizes), **limits} if limits or sizes else {}
 
 
-def _result(table: Table, semantics: str, limits: dict[str, Any]) -> Proof | VerifyError:
+def _write_result(table: Table, semantics: str, limits: dict[str, Any]) -> Proof | VerifyError:
     from penstock.verifier.verify import verify as prove
 
     try:
@@ -116,14 +116,14 @@ def _result(table: Table, semantics: str, limits: dict[str, Any]) -> Proof | Ver
         return error
 
 
-def _lines(results: dict[str, Proof | VerifyError]) -> Iterator[str]:
+def _write_lines(results: dict[str, Proof | VerifyError]) -> Iterator[str]:
     for number, result in enumerate(results.values()):
         if number:
             yield ""
         yield from str(result).splitlines()
 
 
-def _data(source: str, results: dict[str, Proof | VerifyError]) -> dict[str, Any]:
+def _collect_data(source: str, results: dict[str, Proof | VerifyError]) -> dict[str, Any]:
     data: list[dict[str, Any]] = []
     for semantics, result in results.items():
         if isinstance(result, VerifyError):

@@ -15,7 +15,8 @@ import typer
 from penstock.cli.options import complete_schedules, count_option, read_size, refuse_unitless, text_option
 from penstock.cli.sources import ScheduleSource, read_json_object
 from penstock.errors import IntegrationError, UsageError, nearest
-from penstock.schedules.registry import algorithm, algorithms, schedule
+from penstock.schedules.registry import algorithms, parse_name, schedule
+from penstock.text.options import split_options
 
 if TYPE_CHECKING:
     from penstock.integrations.metrics import MetricsWriter
@@ -58,9 +59,9 @@ class TrainOptions:
     memory_limit: Annotated[
         str | None, text_option("The memory limit per rank, like 40GiB; with --schedule auto or a NAME.", "SIZE", "--memory-limit")
     ] = None
-    recompute: Annotated[bool, typer.Option("--recompute", help="Let auto recompute forwards where memory holds a schedule back.")] = False
+    recompute: Annotated[bool, typer.Option("--recompute", help="Let auto recompute forwards if memory is short.")] = False
     search: Annotated[
-        float | None, text_option("How long auto searches after it tried the named schedules.  [default: 5]", "S", "--seconds")
+        float | None, text_option("Seconds that auto searches after it has timed the named schedules.  [default: 5]", "S", "--seconds")
     ] = None
     checkpoints: Annotated[Path | None, text_option("Save checkpoints there, and resume from the last one.", "FOLDER", "--checkpoints")] = (
         None
@@ -111,10 +112,13 @@ class TrainOptions:
             if self.memory_limit is not None:
                 raise UsageError(f"--memory-limit is for planning: {self.schedule} is a file and is used as it is")
             self._check_file()
-        elif self.schedule != AUTO and self.schedule not in algorithms():
-            raise UsageError(f"--schedule: there is no schedule {self.schedule!r}: {nearest(self.schedule, [*algorithms(), AUTO])}")
+        elif self.schedule != AUTO:
+            name = split_options(self.schedule)[0]
+            if name not in algorithms():
+                raise UsageError(f"--schedule: there is no schedule {name!r}: {nearest(name, [*algorithms(), AUTO])}")
+            parse_name(self.schedule)
         if self.against is not None:
-            algorithm(self.against)
+            parse_name(self.against)
         planning = {"--recompute": self.recompute, "--seconds": self.search is not None, "--against": self.against is not None}
         for option, is_given in planning.items():
             if is_given and not self.is_planned:

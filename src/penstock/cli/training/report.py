@@ -1,4 +1,4 @@
-"""What a training run tells: headings and figures on stdout, live progress on stderr, and a web page of all results at its end."""
+"""Reports of a training run: headings and figures on stdout, live progress on stderr, and a web page of all results at its end."""
 
 from __future__ import annotations
 
@@ -75,25 +75,30 @@ class TrainConsole:
     def announce_start(self, ranks: int | None) -> AbstractContextManager[None]:
         """Announce that processes start, which takes seconds in which nothing else is printed."""
         if ranks is not None:
-            self.err.print(f"[dim]starting {ranks} processes ...[/dim]")
+            self.err.print(f"[dim]starting {format_count(ranks, 'process')} ...[/dim]")
         return nullcontext()
 
     @contextmanager
     def show_measuring(self, sizes: list[int]) -> Iterator[Callable[[TrainingProgress], None]]:
         self.head(f"Measure the model layer by layer, for microbatches of {' and '.join(map(str, sizes))}")
         if not self._live:
+            self._note("measuring ...")
             yield lambda progress: None
             return
         with self.err.status("measuring") as status:
             yield lambda progress: status.update(progress.activity)
 
-    def show_planning_progress(self, profile: Profile) -> AbstractContextManager[Callable[[Any], None]]:
-        return show_planning(Units(profile.time_unit, in_bytes=True)) if self._live else nullcontext(lambda progress: None)
+    def show_planning_progress(self, profile: Profile, what: str, seconds: float) -> AbstractContextManager[Callable[[Any], None]]:
+        """Show the search for a plan: of `what`, for at most so many seconds after the named schedules."""
+        if self._live:
+            return show_planning(Units(profile.time_unit, in_bytes=True))
+        self._note(f"planning {what}, searching for up to {seconds:g} s ...")
+        return nullcontext(lambda progress: None)
 
     @contextmanager
     def show_training(self, steps: int, batch: int) -> Iterator[Callable[[TrainingProgress], None]]:
         self.head(f"Train {format_count(steps, 'step')} of {format_count(batch, 'sample')}")
-        with _bar(steps, batch) if self._live else nullcontext(self._lines(steps)) as show:
+        with _open_bar(steps, batch) if self._live else nullcontext(self._lines(steps)) as show:
 
             def tell(progress: TrainingProgress) -> None:
                 self.step = max(self.step, progress.step)
@@ -107,10 +112,9 @@ class TrainConsole:
         self.head(f"Measure the plan and {name} in turns, within the same limit")
         done = count(1)
         if not self._live:
+            self._note(f"measuring {format_count(steps, 'step')} ...")
             yield lambda progress: None
             return
-        from penstock.cli.output import show_bar
-
         with show_bar(steps) as update:
 
             def tell(progress: TrainingProgress) -> None:
@@ -118,6 +122,10 @@ class TrainConsole:
                     update(completed=next(done))
 
             yield tell
+
+    def _note(self, text: str) -> None:
+        """Print a line of progress where no bar can be drawn."""
+        self.err.print(f"[dim]   {text}[/dim]")
 
     def _lines(self, steps: int) -> Callable[[TrainingProgress], None]:
         """Print a line now and then."""
@@ -135,32 +143,36 @@ class TrainConsole:
     def profile(self, profile: Profile) -> None:
         units, sizes = Units(profile.time_unit, in_bytes=True), [profile.at(size) for size in profile.sizes]
         times = ", ".join(f"{units.time(at.time)} for a microbatch of {at.microbatch}" for at in sizes)
-        held = sum(layer.parameters + layer.gradients + layer.optimizer for layer in profile.layers)
-        self.say(f"{len(profile)} layers, {times}; parameters, gradients and optimizer {units.size(held)}")
+        static = sum(layer.parameters + layer.gradients + layer.optimizer for layer in profile.layers)
+        self.say(f"{format_count(len(profile), 'layer')}, {times}; parameters, gradients and optimizer {units.size(static)}")
         if profile.bandwidth is not None:
             self.say(f"messages between ranks: latency {units.time(profile.latency)}, bandwidth {units.size(profile.bandwidth)} per second")
 
     def plan(self, plan: Plan) -> None:
-        self.head(f"Plan: {plan.name}, {plan.placement.kind} placement, {plan.microbatches} microbatches of {plan.microbatch}")
+        self.head(
+            f"Plan: {plan.name}, {plan.placement.kind} placement, {format_count(plan.microbatches, 'microbatch')} of {plan.microbatch}"
+        )
         units = plan.units
         self.say(f"predicted with a core for every rank: {units.time(plan.objective)} per step, bubble {plan.predicted.bubble:.1%}")
         self.say(f"{describe_bound(plan)}")
         peak = units.size(max(plan.predicted.peak_memory))
         limit = "" if plan.memory_limit is None else f" of {units.size(max(plan.memory_limit))} allowed"
         self.say(f"layers per stage {', '.join(map(str, plan.partition))}; the fullest rank holds {peak}{limit}")
-        self.say("\n" + "\n".join(_candidate_lines(plan, SHOWN)))
+        self.say("\n" + "\n".join(_write_candidates(plan, SHOWN)))
 
     def report_other_plan(self, name: str, plan: Plan | str) -> None:
         if isinstance(plan, str):
             self.say(f"\n{name} cannot be compared: {plan}")
             return
         peak = plan.units.size(max(plan.predicted.peak_memory))
-        self.say(f"\nto compare with: {name} within the same limit, {plan.microbatches} microbatches of {plan.microbatch}, {peak}")
+        self.say(
+            f"\nto compare with: {name} within the same limit, {format_count(plan.microbatches, 'microbatch')} of {plan.microbatch}, {peak}"
+        )
         self.say(f"predicted with a core for every rank: {plan.units.time(plan.objective)} per step, bubble {plan.predicted.bubble:.1%}")
 
-    def proof(self, proof: Proof, plan: Plan | None) -> None:
+    def proof(self, proof: Proof) -> None:
         self.head("Prove it before it runs")
-        self.say(str(proof) if plan is None else _proof_in_units(proof, plan))
+        self.say(str(proof))
 
     def report_training(self, done: TrainingResult, options: TrainOptions) -> None:
         if done.loaded is not None:
@@ -199,16 +211,18 @@ class TrainConsole:
         self.out.print(f"\nThe {result} is in [bold]{path}[/bold]")
 
 
-def _candidate_lines(plan: Plan, shown: int) -> Iterator[str]:
+def _write_candidates(plan: Plan, shown: int) -> Iterator[str]:
     """The fastest candidates that fit and the fastest that do not, one line each."""
     units = plan.units
-    timed = sorted((each for each in plan.alternatives if each.objective is not None), key=lambda each: each.objective or 0.0)
+    timed = sorted(
+        (candidate for candidate in plan.candidates if candidate.objective is not None), key=lambda candidate: candidate.objective or 0.0
+    )
     chosen = plan.alternatives[plan.chosen]
     rows: list[tuple[str, ...]] = [("", "candidate", "placement", "microbatches", "takes", "bubble", "peak", "")]
-    fitting, over = [each for each in timed if each.fits], [each for each in timed if not each.fits]
+    fitting, over = [candidate for candidate in timed if candidate.fits], [candidate for candidate in timed if not candidate.fits]
     for candidate in [*dict.fromkeys([chosen, *fitting[:shown]]), *over[: shown // 2]]:
         excess = "" if candidate.fits else f"{units.size(candidate.excess or 0.0)} over the limit"
-        rows.append(("->" if candidate is chosen else "", *candidate_cells(plan, candidate), excess))
+        rows.append(("->" if candidate is chosen else "", *write_candidate_cells(plan, candidate), excess))
     yield from format_table(rows, left=(1, 2, 7), indent="  ")
     yield f"  {plan.tally}"
 
@@ -227,7 +241,7 @@ def describe_sharing(ranks: int, cores: int) -> str:
     """Say why measured times differ from those of the plan, and what they are compared with."""
     shared = format_count(cores, "core")
     return (
-        f"{ranks} processes share {shared} of this machine, so a step takes longer than with a core for every rank. "
+        f"{format_count(ranks, 'process')} share {shared} of this machine, so a step takes longer than with a core for every rank. "
         f"Measured times are compared with a prediction for {shared}."
     )
 
@@ -266,11 +280,18 @@ def format_median(seconds: list[float]) -> str:
     return f"{median / length:.3g} {unit}"
 
 
-def candidate_cells(plan: Plan, candidate: Candidate) -> tuple[str, ...]:
+def write_candidate_cells(plan: Plan, candidate: Candidate) -> tuple[str, ...]:
     """Give the cells of a candidate in a table: name, placement, microbatches, time, bubble and peak memory."""
     units = plan.units
     microbatches, time = f"{candidate.microbatches} x {candidate.microbatch}", units.time(candidate.objective or 0.0)
-    return candidate.name, candidate.placement, microbatches, time, f"{candidate.bubble or 0.0:.1%}", units.size(candidate.peak or 0.0)
+    return (
+        candidate.name,
+        candidate.describe_placement(),
+        microbatches,
+        time,
+        f"{candidate.bubble or 0.0:.1%}",
+        units.size(candidate.peak or 0.0),
+    )
 
 
 def sparkline(values: list[float], width: int = 32) -> str:
@@ -285,18 +306,8 @@ def sparkline(values: list[float], width: int = 32) -> str:
     return terminal.sparkline(heights, len(terminal.BARS)) if can_print(terminal.BARS) and np.isfinite(heights).all() else ""
 
 
-def _proof_in_units(proof: Proof, plan: Plan) -> str:
-    """Write the proof with memory in the plan's units."""
-    lines = [line for line in str(proof).splitlines() if "peak memory:" not in line]
-    if plan.memory_limit is None:
-        return "\n".join(lines)
-    rank = max(range(len(plan.predicted.peak_memory)), key=plan.predicted.peak_memory.__getitem__)
-    held, limit = plan.predicted.peak_memory[rank], plan.memory_limit[rank]
-    return "\n".join([*lines, f"  peak memory: {plan.units.size(held)} of {plan.units.size(limit)} allowed, on rank {rank}"])
-
-
 @contextmanager
-def _bar(steps: int, batch: int) -> Iterator[Callable[[TrainingProgress], None]]:
+def _open_bar(steps: int, batch: int) -> Iterator[Callable[[TrainingProgress], None]]:
     """Show a bar with the loss and its curve."""
     losses: list[float] = []
     with show_bar(steps) as update:
@@ -332,10 +343,12 @@ def write_report(session: Session) -> str:
     )
     if session.cores is not None and session.plan is not None:
         lead.append(describe_sharing(table.ranks, session.cores))
-    return report_html("Penstock training report", lead, list(_cards(session, done)), list(_sections(session, done)), _machine(done))
+    return report_html(
+        "Penstock training report", lead, list(_list_cards(session, done)), list(_list_sections(session, done)), _describe_machine(done)
+    )
 
 
-def _cards(session: Session, done: TrainingResult) -> Iterator[Card]:
+def _list_cards(session: Session, done: TrainingResult) -> Iterator[Card]:
     if session.contest is not None:
         own, other = session.contest.own, session.contest.other
         name, faster = f"against {session.contest.plan.name}, measured", session.contest.speedup
@@ -351,7 +364,12 @@ def _cards(session: Session, done: TrainingResult) -> Iterator[Card]:
         yield Card("loss and gradients", value, "against the unpipelined model, same microbatches", done.equal)
     proof = session.proof
     assert proof is not None
-    yield Card("proof", f"{len(proof.rules)} rules hold", f"{proof.actions} actions, {proof.messages} messages", True)
+    yield Card(
+        "proof",
+        f"{len(proof.rules)} rules hold",
+        f"{format_count(proof.actions, 'action')}, {format_count(proof.messages, 'message')}",
+        True,
+    )
     if session.plan is not None:
         yield from _plan_cards(session.plan)
     if session.differences is not None:
@@ -367,20 +385,20 @@ def _plan_cards(plan: Plan) -> Iterator[Card]:
     yield Card("bubble, predicted", f"{plan.predicted.bubble:.1%}", f"with a core for every rank; {describe_gap(plan)}")
 
 
-def _sections(session: Session, done: TrainingResult) -> Iterator[Section]:
+def _list_sections(session: Session, done: TrainingResult) -> Iterator[Section]:
     plan, differences = session.plan, session.differences
     if session.contest is not None:
         yield _contest(session)
     if plan is not None:
-        yield _model(plan)
-        yield _candidates(plan)
-    yield _proof(session)
+        yield _write_model(plan)
+        yield _write_candidate_section(plan)
+    yield _write_proof(session)
     if plan is not None:
-        yield _predicted(plan, None if session.contest is None else session.contest.plan)
+        yield _write_predicted(plan, None if session.contest is None else session.contest.plan)
     if done.losses:
         yield _write_training(done)
     if done.parity:
-        yield _parity(done)
+        yield _write_parity(done)
     if differences is not None:
         yield _overlay(differences, session.cores)
     elif done.timeline is not None:
@@ -389,7 +407,7 @@ def _sections(session: Session, done: TrainingResult) -> Iterator[Section]:
         text = "One of the last steps, the one that took the median time."
         figure = draw_timelines(done.timeline, names=["measured"], unit="s", memory=False)
         yield Section("The measured step", text).figure(figure, "the measured timeline")
-    yield Section("Run it again", "The command that made this page.").code(_command())
+    yield Section("Run it again", "The command that made this page.").code(_write_command())
 
 
 def _contest(session: Session) -> Section:
@@ -406,30 +424,32 @@ def _contest(session: Session) -> Section:
     return Section(f"The plan against {name}", text).table(header, rows, chosen=0)
 
 
-def _model(plan: Plan) -> Section:
+def _write_model(plan: Plan) -> Section:
     units = plan.units
     rows, first = [], 0
     for stage, layers in enumerate(split_layers(plan.profile, plan.partition)):
         names = [layer.name or str(first + place) for place, layer in enumerate(layers)]
         times = [units.time(plan.costs.of_stage(name, stage)) for name in ("f", "i", "w")]
-        held = sum(layer.parameters + layer.gradients + layer.optimizer for layer in layers)
+        static = sum(layer.parameters + layer.gradients + layer.optimizer for layer in layers)
         ranks = "/".join(str(copy[stage]) for copy in plan.placement.copies)
-        rows.append([str(stage), ranks, names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}", *times, units.size(held)])
+        rows.append([str(stage), ranks, names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}", *times, units.size(static)])
         first += len(layers)
     header = ("stage", "rank", "layers", "forward", "backward, input", "backward, weights", "state")
     text = f"Every layer was {plan.profile.source}. The plan splits the layers into {format_count(len(rows), 'stage')}; times are measured."
     return Section("The model, measured", text).table(header, rows)
 
 
-def _candidates(plan: Plan) -> Section:
+def _write_candidate_section(plan: Plan) -> Section:
     units, chosen = plan.units, plan.alternatives[plan.chosen]
-    timed = sorted((each for each in plan.alternatives if each.objective is not None), key=lambda each: each.objective or 0.0)
+    timed = sorted(
+        (candidate for candidate in plan.candidates if candidate.objective is not None), key=lambda candidate: candidate.objective or 0.0
+    )
     shown = list(dict.fromkeys([chosen, *timed]))[:MOST]
-    shown.sort(key=lambda each: (not each.fits, each.objective or 0.0))
+    shown.sort(key=lambda candidate: (not candidate.fits, candidate.objective or 0.0))
     rows = []
     for candidate in shown:
         fits = "fits" if candidate.fits else f"{units.size(candidate.excess or 0.0)} over"
-        rows.append([*candidate_cells(plan, candidate), fits])
+        rows.append([*write_candidate_cells(plan, candidate), fits])
     header = ("candidate", "placement", "microbatches", "step", "bubble", "peak", "limit")
     bound = describe_bound(plan)
     text = f"{plan.tally}. {bound[0].upper()}{bound[1:]}. The table lists {len(shown)} of them."
@@ -439,21 +459,21 @@ def _candidates(plan: Plan) -> Section:
     return section.table(header, rows, chosen=shown.index(chosen))
 
 
-def _proof(session: Session) -> Section:
+def _write_proof(session: Session) -> Section:
     proof = session.proof
     assert proof is not None
     text = "Each of these rules holds for every action and message of the program that ran."
     return Section("Proved before it ran", text).table(("rule", "what holds"), list(proof.rules.items()))
 
 
-def _predicted(plan: Plan, other: Plan | None) -> Section:
+def _write_predicted(plan: Plan, other: Plan | None) -> Section:
     text = (
         "A step as the planner predicts it, with a core for every rank. Each row is a rank, and each box the forward or backward of one "
         "microbatch; the memory of the ranks is below."
     )
     plans = [plan] if other is None else [plan, other]
-    names = [f"{each.name}, predicted" for each in plans]
-    figure = draw_timelines([each.predicted for each in plans], names=names, unit="s")
+    names = [f"{plan.name}, predicted" for plan in plans]
+    figure = draw_timelines([plan.predicted for plan in plans], names=names, unit="s")
     return Section("The predicted step", text).figure(figure, "the predicted timelines")
 
 
@@ -463,7 +483,7 @@ def _write_training(done: TrainingResult) -> Section:
     return Section("Training", f"The measured loss of each step.{begun}").figure(figure, "the measured loss by step")
 
 
-def _parity(done: TrainingResult) -> Section:
+def _write_parity(done: TrainingResult) -> Section:
     rows = []
     for step, parity in done.parity.items():
         for comparison in parity.all:
@@ -487,14 +507,14 @@ def _overlay(differences: Differences, cores: int | None) -> Section:
     return section.texts(list(describe_differences(differences, "s")), "all figures, and where they part")
 
 
-def _command() -> str:
+def _write_command() -> str:
     """The command, one option per line."""
     if sys.argv[1:2] != ["train"]:
         return "make demo"
     return re.sub(r" (?=-{1,2}[a-z])", " \\\\\n    ", f"penstock {shlex.join(sys.argv[1:])}")
 
 
-def _machine(done: TrainingResult) -> str:
+def _describe_machine(done: TrainingResult) -> str:
     from importlib.metadata import version
 
     from penstock import __version__

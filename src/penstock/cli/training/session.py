@@ -23,6 +23,7 @@ from penstock.planner.plan import Plan, plan
 from penstock.simulator.comparison.differences import AUTO as AUTO_SCALE
 from penstock.simulator.comparison.differences import Differences, differences
 from penstock.simulator.shared_cores import share_cores
+from penstock.text.numbers import format_count
 from penstock.verifier.verify import verify
 
 if TYPE_CHECKING:
@@ -87,14 +88,14 @@ class Session:
             self.console = TrainConsole(quiet=True, silent=True)
         ranks = self.options.ranks
         if self.options.loaded is not None and not is_under_torchrun():
-            ranks = self._file_ranks()
+            ranks = self._read_file_ranks()
         with self.console.announce_start(ranks), open_ranks(ranks) as started:
             self._prepare(started)
             self._train(started)
             if self.contest is not None:
                 self._measure_both(started)
 
-    def _file_ranks(self) -> int:
+    def _read_file_ranks(self) -> int:
         loaded, asked = self.options.loaded, self.options.ranks
         ranks = int(getattr(loaded, "schedule", loaded).ranks)
         if asked not in (None, ranks):
@@ -112,7 +113,7 @@ class Session:
         else:
             self.table = chosen
             self.proof = verify(chosen if chosen.lowered else lower(chosen))
-        self.console.proof(self.proof, self.plan)
+        self.console.proof(self.proof)
 
     def _make_plan(self, started: RankProcesses) -> Plan:
         from penstock.runtime.train.trainer import profile_file
@@ -121,8 +122,8 @@ class Session:
         with self.console.show_measuring(sizes) as tell:
             profile = started.run(profile_file, self.load, self.how, sizes, report=tell)[0]
         self.console.profile(profile)
-        wanted = None if self.options.schedule == AUTO else [self.options.schedule]
-        plan: Plan = started.run_once(lambda: self._search(profile, started.ranks, wanted))
+        schedules = None if self.options.schedule == AUTO else [self.options.schedule]
+        plan: Plan = started.run_once(lambda: self._search(profile, started.ranks, schedules))
         self.console.plan(plan)
         against = self.options.against
         if against is not None:
@@ -140,11 +141,12 @@ class Session:
 
     def _search(self, profile: Any, ranks: int, schedules: list[str] | None) -> Plan:
         """Search for a plan. Ctrl-C ends the whole run here: half a plan is of no use to training."""
-        given = self.options
-        options: dict[str, Any] = {"memory_limit": given.memory_limit, "recompute": given.recompute, "seconds": given.seconds}
+        asked = self.options
+        options: dict[str, Any] = {"memory_limit": asked.memory_limit, "recompute": asked.recompute, "seconds": asked.seconds}
         options["schedules"] = schedules
-        with catch_interrupt() as stopped, self.console.show_planning_progress(profile) as tell:
-            best = plan(profile, ranks=ranks, batch=given.batch, seed=given.seed, progress=tell, stop=stopped, **options)
+        what = "every schedule" if schedules is None else ", ".join(schedules)
+        with catch_interrupt() as stopped, self.console.show_planning_progress(profile, what, asked.seconds) as tell:
+            best = plan(profile, ranks=ranks, batch=asked.batch, seed=asked.seed, progress=tell, stop=stopped, **options)
         if stopped():
             raise KeyboardInterrupt
         return best
@@ -206,7 +208,7 @@ class Session:
         assert done is not None
         equal = describe_parity(done)
         if contest is None or self.plan is None:
-            return f"The loss fell from {done.losses[0]:.2f} to {done.losses[-1]:.2f} on {self.table.ranks} ranks{equal}."
+            return f"The loss fell from {done.losses[0]:.2f} to {done.losses[-1]:.2f} on {format_count(self.table.ranks, 'rank')}{equal}."
         limit = self.plan.memory_limit
         within = "" if limit is None else f"Within the same {self.plan.units.size(max(limit))} per rank, "
         faster = f"{contest.speedup:.2f} times as fast as" if contest.speedup >= SAME else f"{1 / contest.speedup:.2f} times as long as"
@@ -272,7 +274,7 @@ class Session:
             "steps": self.options.steps,
             "losses": done.losses,
             "seconds": done.seconds,
-            "parity": {str(step): [each.in_words() for each in found.all] for step, found in done.parity.items()},
+            "parity": {str(step): [result.in_words() for result in parity.all] for step, parity in done.parity.items()},
             "equal": self.equal if done.parity else None,
             "predicted": None if self.plan is None else self.plan.predicted.makespan,
             "scale": None if laid is None else laid.scale,

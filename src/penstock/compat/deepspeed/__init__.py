@@ -63,8 +63,8 @@ def initialize(args: Any = None, *_: Any, config: Any = None, config_params: Any
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else int(bool(zero))
     if stage:
         raise ScheduleError(
-            f"ZeRO (stage {stage}) is not here: train with penstock.runtime.Pipeline(mesh=..., shard=True), which shards stages over data "
-            "ranks"
+            f"ZeRO (stage {stage}) is not supported: train with penstock.runtime.Pipeline(mesh=..., shard=True), which shards stages over "
+            "data ranks"
         )
     raise ScheduleError(
         "initialize() is configured by DeepSpeed's own file, which is not read here: make the engine from the same PipelineModule with "

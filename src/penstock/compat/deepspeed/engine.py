@@ -153,23 +153,23 @@ class PipelineEngine:
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
 
-    def _make_optimizer(self, given: Any) -> Any:
-        mine = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        if not isinstance(given, torch.optim.Optimizer):
-            return given(mine) if given is not None and mine else None
-        idents = set(map(id, mine))
-        if any(id(p) not in idents for group in given.param_groups for p in group["params"]):
+    def _make_optimizer(self, optimizer: Any) -> Any:
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            return optimizer(parameters) if optimizer is not None and parameters else None
+        idents = set(map(id, parameters))
+        if any(id(p) not in idents for group in optimizer.param_groups for p in group["params"]):
             raise ScheduleError(
                 f"the optimizer has parameters that stage {self.stage_id} is not to update: "
                 "give a function that makes one, such as lambda parameters: SGD(parameters, lr=0.1)"
             )
-        return given
+        return optimizer
 
-    def _make_scheduler(self, given: Any) -> Any:
+    def _make_scheduler(self, scheduler: Any) -> Any:
         """A learning-rate schedule for this stage's optimizer; None for a stage without one."""
-        if given is None or self.optimizer is None:
+        if scheduler is None or self.optimizer is None:
             return None
-        return given if hasattr(given, "step") and not isinstance(given, type) else given(self.optimizer)
+        return scheduler if hasattr(scheduler, "step") and not isinstance(scheduler, type) else scheduler(self.optimizer)
 
     def get_lr(self) -> list[float]:
         """The learning rates of this stage's optimizer, one per parameter group."""
@@ -210,7 +210,7 @@ class PipelineEngine:
         """Take the data of the next batches from an iterator; stages between the first and the last need none."""
         if iterator is not None and not hasattr(iterator, "__next__"):
             raise NotAnIteratorError(
-                f"the data are a {type(iterator).__name__}, which would begin anew with every batch: give iter(...) of it, made once, "
+                f"the data are a {type(iterator).__name__}, which would restart with every batch: give iter(...) of it, made once, "
                 "or DeepSpeed's RepeatingLoader; set_dataloader() takes a loader"
             )
         if self.is_first_stage() or self.is_last_stage():
@@ -259,7 +259,7 @@ class PipelineEngine:
         if reduce_output not in ("avg", None):
             raise ScheduleError(f"reduce_output is 'avg' or None, got {reduce_output!r}")
         count = self.micro_batches if num_micro_batches is None else num_micro_batches
-        kept = self.data_iterator
+        iterator = self.data_iterator
         self.set_dataiterator(data_iter)
         self.module.eval()
         self._losses = {} if compute_loss and self.loss_fn is not None else None
@@ -267,13 +267,13 @@ class PipelineEngine:
             with torch.no_grad():
                 outputs = self._run(partial(self._inference_schedule, count), count, training=False).share.outputs
         finally:
-            self.data_iterator = kept
+            self.data_iterator = iterator
         results = outputs if self._losses is None else self._losses
-        mine: Any = [results[microbatch] for microbatch in sorted(results)]
+        values: Any = [results[microbatch] for microbatch in sorted(results)]
         if reduce_output is not None:
-            mine = self._replicas.average("loss of replicas", mean(mine))
-        shared = self._share(mine if compute_loss and bcast_loss else None)
-        result = shared if compute_loss and bcast_loss else mine if self.is_last_stage() else None
+            values = self._replicas.average("loss of replicas", mean(values))
+        shared = self._share(values if compute_loss and bcast_loss else None)
+        result = shared if compute_loss and bcast_loss else values if self.is_last_stage() else None
         logits = (
             mb.merge_outputs([outputs[microbatch] for microbatch in sorted(outputs)], 0) if return_logits and self.is_last_stage() else None
         )
@@ -289,21 +289,23 @@ class PipelineEngine:
         commands, buffers, everyone = self._run_together(lambda: self._meet(make), lambda: "making the schedule")
         labels = self.loss_fn is not None and (training or self._losses is not None)
         executor = self._prepare(count, everyone, training, labels)
-        places = [(step, each) for step, instructions in enumerate(commands) for each in instructions]
-        operations = [partial(self._find_function(each), self, **each.kwargs) for _, each in places]
-        executor.replace_operations([each for _, each in places], operations)
+        places = [(step, instruction) for step, instructions in enumerate(commands) for instruction in instructions]
+        operations = [partial(self._find_function(instruction), self, **instruction.kwargs) for _, instruction in places]
+        executor.replace_operations([instruction for _, instruction in places], operations)
         row = executor.program[self.stage_id]
         duties = Duties(self.is_first_stage(), self.is_last_stage(), training, labels)
-        self._reader = StreamReader(self.stage_id, buffers, duties, [each.microbatch or 0 for each in row if each.kind is Kind.RECV_F])
-        self._order, self._gradients = iter([each.microbatch or 0 for each in row if each.kind is Kind.RECV_B]), {}
+        self._reader = StreamReader(
+            self.stage_id, buffers, duties, [action.microbatch or 0 for action in row if action.kind is Kind.RECV_F]
+        )
+        self._order, self._gradients = iter([action.microbatch or 0 for action in row if action.kind is Kind.RECV_B]), {}
         feed = self._feed = StepInput([()] * count, {}, [None] * count, [1 / count] * count, outputs=not training, losses=training)
         self._stage.refresh()
         self._batches += 1
         self._group.agree(executor.links.number, self._batches, self._deadline)
 
         def describe_place() -> str:
-            step, each = places[executor.activity.at]
-            return f"{each!r} in step {step}"
+            step, instruction = places[executor.activity.at]
+            return f"{instruction!r} in step {step}"
 
         backup = GradientBackup.take(self.module.parameters())
         try:
@@ -338,22 +340,22 @@ class PipelineEngine:
 
     def _meet(self, make: Callable[[], Any]) -> tuple[list[list[Any]], int, list[Any]]:
         """This stage's instructions and number of buffers, and what every stage is about to run."""
-        made = make()
-        commands, buffers = [list(step) for step in made], made.num_pipe_buffers()
+        schedule = make()
+        commands, buffers = [list(step) for step in schedule], schedule.num_pipe_buffers()
         for instruction in chain.from_iterable(commands):
             self._find_function(instruction)
         data = None if self.data_iterator is None else self._world.ident(self.data_iterator)
-        mine = proofs.to_plain(commands), buffers, data, type(made).__name__
-        return commands, buffers, self._gather_all("begin of a batch", mine)
+        own = proofs.to_plain(commands), buffers, data, type(schedule).__name__
+        return commands, buffers, self._gather_all("begin of a batch", own)
 
     def _prepare(self, count: int, everyone: Sequence[Any], training: bool, labels: bool) -> Executor:
         """Refuse what cannot work, the same on every rank, before any of it runs; else the executor of the streams."""
-        data = [each[2] for each in everyone if each[2] is not None]
+        data = [share[2] for share in everyone if share[2] is not None]
         if len(set(data)) < len(data):
             raise ScheduleError("two ranks were given one and the same iterator: each needs its own, over the data of its replica")
         self._check_replicas(everyone)
-        streams, buffers, _, made = zip(*(everyone[rank] for rank in self._pipe), strict=True)
-        names = {each.name for stream in streams for step in stream for each in step}
+        streams, buffers, _, classes = zip(*(everyone[rank] for rank in self._pipe), strict=True)
+        names = {instruction.name for stream in streams for step in stream for instruction in step}
         if not training and names & set(TRAINING):
             raise ScheduleError(f"eval_batch() was given a schedule with {min(names & set(TRAINING))}: take one that only goes forward")
         if training and self._parameters.tied and "ReduceTiedGrads" not in names:
@@ -365,12 +367,12 @@ class PipelineEngine:
             proved: Program | None = None
             strange = next(filter(None, map(proofs.find_unknown, streams)), None)
             if strange is None:
-                program = proved = proofs.program_of(streams, count, buffers, strict=self.strict, labels=labels, name=made[0])
+                program = proved = proofs.build_program(streams, count, buffers, strict=self.strict, labels=labels, name=classes[0])
             else:
                 logger.info("%s is an instruction of your own: the streams run without a proof", strange)
                 program = proofs.build_unproved_program(streams, count, buffers, training=training, labels=labels)
             executor = self._make_executor(program)
-            operations = {(each.kind, each.microbatch): run for each, run in zip(executor.actions, executor.operations, strict=True)}
+            operations = {(action.kind, action.microbatch): run for action, run in zip(executor.actions, executor.operations, strict=True)}
             self._known[training] = key, executor, operations, proved
         _, self._executor, self._operations, self.program = self._known[training]
         return self._executor
@@ -404,11 +406,11 @@ class PipelineEngine:
 
     # Instructions -----------------------------------------------------------------------------------------------------
 
-    def _find_function(self, each: Any) -> Callable[..., None]:
+    def _find_function(self, instruction: Any) -> Callable[..., None]:
         """The function that runs an instruction: by its class, as in DeepSpeed's engine, or by its name."""
-        function = self._INSTRUCTION_MAP.get(type(each)) or self._INSTRUCTION_MAP.get(each.name)
+        function = self._INSTRUCTION_MAP.get(type(instruction)) or self._INSTRUCTION_MAP.get(instruction.name)
         if function is None:
-            raise PipelineError(f"{type(self).__name__} does not understand instruction {each!r}")
+            raise PipelineError(f"{type(self).__name__} does not understand instruction {instruction!r}")
         return function
 
     def _read(self, name: str, buffer_id: int) -> int:
@@ -425,7 +427,7 @@ class PipelineEngine:
             run = self._gradients[microbatch] = next(self._order, microbatch)
         elif kind is Kind.B and (place := self._gradients.pop(microbatch, microbatch)) != microbatch:
             self._executor.links.swap_received(Action(self.stage_id, Kind.RECV_B, place), Action(self.stage_id, Kind.RECV_B, microbatch))
-            self._gradients = {each: place if at == microbatch else at for each, at in self._gradients.items()}
+            self._gradients = {key: place if at == microbatch else at for key, at in self._gradients.items()}
         self._operations[kind, run]()
         return microbatch
 
@@ -438,8 +440,8 @@ class PipelineEngine:
             raise ScheduleError(f"it loads one microbatch more than the {len(feed.args)} of the batch: remove it, or change micro_batches")
         inputs, *labels = self._take_batch()
         if self.is_first_stage():
-            wanted = self._reader.duties.training and self._inputs_need_gradients
-            feed.args[microbatch] = (_copy_inputs(_as_tuple(inputs), wanted),)
+            needs_gradients = self._reader.duties.training and self._inputs_need_gradients
+            feed.args[microbatch] = (_copy_inputs(_as_tuple(inputs), needs_gradients),)
         if self.is_last_stage() and feed.targets is not None:
             feed.targets[microbatch] = _as_tuple(labels[0]) if labels else None
 
@@ -526,8 +528,8 @@ class PipelineEngine:
         tags = self._gather_all("tag of a checkpoint", chosen)
         if len(set(tags)) > 1:
             raise CheckpointError(f"the ranks save under different tags, {', '.join(sorted(set(tags)))}: give all the same")
-        mine = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
-        rates = next((each for each in self._gather_all("learning rates", mine) if each is not None), None)
+        own_rates = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
+        rates = next((state for state in self._gather_all("learning rates", own_rates) if state is not None), None)
         counts = {"global_steps": self.global_steps, "global_samples": self.global_samples}
         state = EngineState(counts, rates, dict(client_state or {}))
         checkpoints = open_folder(save_dir, chosen, self._deadline)
@@ -554,14 +556,14 @@ class PipelineEngine:
         Called on every rank. Both are None if nothing was saved yet.
         """
         if not load_module_strict or custom_load_fn is not None:
-            raise CheckpointError("checkpoints are loaded strictly, name by name: load_module_strict=False and custom_load_fn are not here")
-        latest, mine = Path(load_dir) / _LATEST, None if tag is None else str(tag)
+            raise CheckpointError("checkpoints are loaded strictly by name: load_module_strict=False and custom_load_fn are not supported")
+        latest, name = Path(load_dir) / _LATEST, None if tag is None else str(tag)
         if tag is None and self._rank == 0:
             if latest.is_file():
-                mine = latest.read_text(encoding="utf-8").strip()
+                name = latest.read_text(encoding="utf-8").strip()
             else:
                 logger.warning("there is no %s: nothing was saved in %s, or give a tag", latest, load_dir)
-        chosen = self._gather_all("tag of a checkpoint", mine)[0]
+        chosen = self._gather_all("tag of a checkpoint", name)[0]
         if chosen is None:
             return None, None
         rates = None if load_module_only or not load_lr_scheduler_states else self.lr_scheduler
@@ -597,11 +599,11 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _copy_inputs(value: Any, wanted: bool) -> Any:
+def _copy_inputs(value: Any, needs_gradients: bool) -> Any:
     """A copy that a stage may change in place; with gradients if they are wanted."""
 
     def copy(leaf: Any) -> Any:
-        return leaf.detach().requires_grad_(wanted and leaf.is_floating_point()).clone() if isinstance(leaf, Tensor) else leaf
+        return leaf.detach().requires_grad_(needs_gradients and leaf.is_floating_point()).clone() if isinstance(leaf, Tensor) else leaf
 
     return pytree.tree_map(copy, value)
 
@@ -672,19 +674,19 @@ class StageParameters:
     def _find_ties(self, candidates: Candidates) -> list[list[str]]:
         """The names of parameters that several stages have."""
         shapes = {name: tuple(parameter.shape) for name, parameter in self.local_parameters(unique=False)}
-        mine = {key: (self._unique(name), shapes[self._unique(name)]) for key, name in candidates.items()}
+        own = {key: (self._unique(name), shapes[self._unique(name)]) for key, name in candidates.items()}
         holders: dict[Hashable, list[tuple[int, str, tuple[int, ...]]]] = {}
-        for stage, theirs in enumerate(self.gather("tied layers", mine)):
-            for key, (name, shape) in theirs.items():
+        for stage, entries in enumerate(self.gather("tied layers", own)):
+            for key, (name, shape) in entries.items():
                 holders.setdefault(key, []).append((stage, name, shape))
-        for key, ((first, _, wanted), *others) in holders.items():
+        for key, ((first, _, expected), *others) in holders.items():
             for stage, _, shape in others:
-                if shape != wanted:
+                if shape != expected:
                     raise PlacementError(
-                        f"tied parameter {key} has shape {list(wanted)} on stage {first} and {list(shape)} on stage {stage}: give layers "
+                        f"tied parameter {key} has shape {list(expected)} on stage {first} and {list(shape)} on stage {stage}: give layers "
                         "of one key the same arguments"
                     )
-        return [[name for _, name, _ in held] for held in holders.values() if len(held) > 1]
+        return [[name for _, name, _ in entries] for entries in holders.values() if len(entries) > 1]
 
     def _unique(self, name: str) -> str:
         return f"stage {self.rank}.{name}"
@@ -710,8 +712,8 @@ class StageParameters:
 
         So the first of them, under whose name a checkpoint notes the options that many have in common, belongs to no other stage.
         """
-        mine = [(name, parameter) for name, parameter in self.local_parameters() if name in self.shared.owned]
-        return ((self._strip_prefix(name), parameter) for name, parameter in sorted(mine, key=lambda each: each[0] in self.shared.tied))
+        owned = [(name, parameter) for name, parameter in self.local_parameters() if name in self.shared.owned]
+        return ((self._strip_prefix(name), parameter) for name, parameter in sorted(owned, key=lambda pair: pair[0] in self.shared.tied))
 
     def places(self) -> dict[str, Place]:
         """For each name of this stage's parameters, the first place of the parameter in the model."""
@@ -746,14 +748,16 @@ class Replicas:
         """Check that all replicas have the same parameters, and copy the values of the first."""
         if self.count == 1:
             return
-        mine = [(name, tuple(each.shape), each.dtype, self._group.ident(each)) for name, each in module.named_parameters()]
-        for replica, theirs in enumerate(self._gather("replicas", mine)):
-            if [each[:-1] for each in theirs] != [each[:-1] for each in mine]:
+        own = [
+            (name, tuple(parameter.shape), parameter.dtype, self._group.ident(parameter)) for name, parameter in module.named_parameters()
+        ]
+        for replica, other in enumerate(self._gather("replicas", own)):
+            if [entry[:-1] for entry in other] != [entry[:-1] for entry in own]:
                 raise ScheduleError(
                     f"stage {stage} has other parameters in replica {replica} than in replica {self.rank}: build the same layers on "
                     "every rank"
                 )
-            if replica != self.rank and {each[-1] for each in theirs} & {each[-1] for each in mine}:
+            if replica != self.rank and {entry[-1] for entry in other} & {entry[-1] for entry in own}:
                 raise ScheduleError("two replicas have a parameter that is one object: build the layers on every rank, or give LayerSpec")
         copies = ReplicatedTensors({stage: module}, {})
         copies.broadcast(self._group.connect_collectives(self.deadline), copies.list_everything())
@@ -771,10 +775,10 @@ class Replicas:
         """Give every replica the mean; a replica whose parameter took no part counts as zero."""
         if self.count == 1:
             return
-        held = list(module.parameters())
-        present = self._gather("ReduceGrads", [parameter.grad is not None for parameter in held])
+        parameters = list(module.parameters())
+        present = self._gather("ReduceGrads", [parameter.grad is not None for parameter in parameters])
         buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for parameter, *some in zip(held, *present, strict=True):
+        for parameter, *some in zip(parameters, *present, strict=True):
             if any(some):
                 grad = parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 if grad.is_sparse:

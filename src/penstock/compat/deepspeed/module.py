@@ -141,11 +141,11 @@ class PipelineModule(nn.Module):
 
     def _match_types(self, pattern: str) -> list[int]:
         """1 for every layer whose name is found."""
-        found = [int(re.search(pattern, _name(layer), re.IGNORECASE) is not None) for layer in self._layer_specs]
-        if not any(found):
+        matches = [int(re.search(pattern, _name(layer), re.IGNORECASE) is not None) for layer in self._layer_specs]
+        if not any(matches):
             names = ", ".join(sorted(set(map(_name, self._layer_specs))))
             raise PlacementError(f"no layer has a name in which {pattern!r} is found; the names are {names}")
-        return found
+        return matches
 
     def partitions(self) -> list[int]:
         """The first layer of every stage, and the number of layers."""
@@ -158,7 +158,7 @@ class PipelineModule(nn.Module):
         return next(stage for stage in range(self.num_stages) if layer_idx < self.parts[stage + 1])
 
     def topology(self) -> ProcessTopology:
-        """Which rank is where."""
+        """The topology of the ranks."""
         return self._topo
 
     def mpu(self) -> PipelineParallelGrid:
@@ -214,7 +214,7 @@ class PipelineModule(nn.Module):
             try:
                 weight = operator.attrgetter(attribute)(module)
             except AttributeError:
-                if attribute == "weight":  # nobody has asked for it by name
+                if attribute == "weight":  # the caller has not asked for it by name
                     continue
                 raise PlacementError(
                     f"tied layer {key!r}: its {type(module).__name__} has no {attribute!r}, see tied_weight_attr"
@@ -231,16 +231,16 @@ class PipelineModule(nn.Module):
         interval = self.activation_checkpoint_interval or max(1, count)
         for start in range(0, count, interval):
             run = self._block(range(start, min(start + interval, count)), self.micro_offset + 1, isinstance(value, tuple))
-            given = value if isinstance(value, tuple) else (value,)
+            inputs = value if isinstance(value, tuple) else (value,)
             again = bool(self.activation_checkpoint_interval) and self._checkpointable[start // interval]
-            value = self.activation_checkpoint_func(run, *given) if again else run(*given)
+            value = self.activation_checkpoint_func(run, *inputs) if again else run(*inputs)
         return value
 
     def _block(self, places: range, offset: int, several: bool) -> Callable[..., Any]:
-        """What runs some of the layers; where it runs again, it draws the same random numbers."""
+        """A function that runs some of the layers; when it is run again, it draws the same random numbers."""
 
-        def run(*given: Any) -> Any:
-            value = given if several else given[0]
+        def run(*inputs: Any) -> Any:
+            value = inputs if several else inputs[0]
             for place in places:
                 self.curr_layer = self._local_start + place
                 if self.seed_layers:
@@ -269,8 +269,8 @@ class PipelineModule(nn.Module):
     def _is_checkpointable(self, funcs: Sequence[Any]) -> bool:
         """Whether a block of layers is recomputed; a subclass may say otherwise."""
         if self.checkpointable_layers is not None:
-            return all(type(each).__name__ in self.checkpointable_layers for each in funcs)
-        return any(isinstance(each, nn.Module) and next(each.parameters(), None) is not None for each in funcs)
+            return all(type(layer).__name__ in self.checkpointable_layers for layer in funcs)
+        return any(isinstance(layer, nn.Module) and next(layer.parameters(), None) is not None for layer in funcs)
 
     def get_additional_losses(self) -> None:
         """None: losses besides the one that is trained on are for a subclass to report."""
@@ -300,13 +300,13 @@ def _check_layers(layers: Sequence[Any]) -> None:
 
 
 def _name(layer: Any) -> str:
-    """What `type:` looks at: the name of a module's class, or that of a function."""
+    """The name that `type:` matches: that of a module's class, or of a function."""
     kind = layer.typename if isinstance(layer, LayerSpec) else type(layer)
     return kind.__name__ if issubclass(kind, nn.Module) else getattr(layer, "__name__", "")
 
 
 def _count_parameters(layer: Any) -> int:
-    """How many trainable parameters a layer has. A spec is built without memory or random numbers where its class allows it."""
+    """How many trainable parameters a layer has. A spec is built without memory or random numbers if its class allows it."""
     if isinstance(layer, LayerSpec):
         try:
             with torch.device("meta"):
@@ -314,7 +314,7 @@ def _count_parameters(layer: Any) -> int:
         except Exception:  # a constructor may need values
             with torch.random.fork_rng(devices=[]):
                 layer = layer.build()
-    return sum(each.numel() for each in layer.parameters() if each.requires_grad) if isinstance(layer, nn.Module) else 0
+    return sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad) if isinstance(layer, nn.Module) else 0
 
 
 # Cuts, equal to those of deepspeed.runtime.utils: bounds[k] is the first layer of stage k, the last one the number of layers --

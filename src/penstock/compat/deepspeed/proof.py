@@ -29,8 +29,9 @@ from penstock.passes.deepspeed.instructions import streams as write_streams
 from penstock.passes.deepspeed.reader import CLOSING, KNOWN, TRAINING, Duties, StreamReader
 from penstock.passes.merge_backward import MergeBackward
 from penstock.passes.send_receive import SendReceive
-from penstock.schedules.registry import algorithm
+from penstock.schedules.registry import parse_name
 from penstock.schedules.registry import schedule as by_name
+from penstock.text.numbers import format_count
 from penstock.verifier.finding import Finding, Severity, report
 from penstock.verifier.proof import Proof
 from penstock.verifier.verify import check, verify
@@ -49,7 +50,7 @@ def prove(factory: Factory, *, micro_batches: int, stages: int, strict: bool = T
     Without it sends return at once, and every buffer has a loss and a gradient of its own.
     """
     program = to_program(factory, micro_batches=micro_batches, stages=stages, strict=strict)
-    return verify(program, semantics=_semantics(strict))
+    return verify(program, semantics=_choose_semantics(strict))
 
 
 def to_program(factory: Factory, *, micro_batches: int, stages: int, strict: bool = True) -> Program:
@@ -58,24 +59,28 @@ def to_program(factory: Factory, *, micro_batches: int, stages: int, strict: boo
         raise ScheduleError(f"give a function that makes a stage's schedule, such as a PipeSchedule class, got a {type(factory).__name__}")
     if stages < 1:
         raise ScheduleError(f"a pipeline has at least one stage, got stages={stages}")
-    made = [factory(micro_batches=micro_batches, stages=stages, stage_id=stage) for stage in range(stages)]
+    schedules = [factory(micro_batches=micro_batches, stages=stages, stage_id=stage) for stage in range(stages)]
     name = getattr(factory, "__name__", "")
-    return program_of(
-        [to_plain(each) for each in made], micro_batches, [each.num_pipe_buffers() for each in made], strict=strict, name=name
+    return build_program(
+        [to_plain(schedule) for schedule in schedules],
+        micro_batches,
+        [schedule.num_pipe_buffers() for schedule in schedules],
+        strict=strict,
+        name=name,
     )
 
 
 def to_plain(steps: Iterable[Iterable[Any]]) -> Stream:
     """The instructions of any schedule, ours or DeepSpeed's own, as the values that the passes use."""
-    return [[Instruction(each.name, each.kwargs.get("buffer_id")) for each in step] for step in steps]
+    return [[Instruction(instruction.name, instruction.kwargs.get("buffer_id")) for instruction in step] for step in steps]
 
 
 def find_unknown(stream: Stream) -> Instruction | None:
     """The first instruction whose meaning is not known."""
-    return next((each for step in stream for each in step if each.name not in KNOWN), None)
+    return next((instruction for step in stream for instruction in step if instruction.name not in KNOWN), None)
 
 
-def program_of(
+def build_program(
     streams: Sequence[Stream],
     micro_batches: int,
     buffers: Sequence[int],
@@ -89,13 +94,13 @@ def program_of(
         strange = find_unknown(stream)
         if strange is not None:
             raise PassError(f"stage {stage}: the meaning of {strange} is not known, so its stream cannot be proved")
-    training = any(each.name in TRAINING for stream in streams for step in stream for each in step)
+    training = any(instruction.name in TRAINING for stream in streams for step in stream for instruction in step)
     readers = _read(streams, buffers, strict, labels, training)
     findings = [finding for reader in readers for finding in reader.findings] or list(_check_closing(streams))
     if findings:
         raise VerifyError(findings, _describe(name, streams, micro_batches, findings))
     program = _join(readers, micro_batches, name)
-    semantics = _semantics(strict)
+    semantics = _choose_semantics(strict)
     findings = check(program, semantics=semantics) or ([] if strict else list(find_blocked(program)))
     if findings:
         raise VerifyError(findings, f"{report(program, semantics, findings)}\n\n{_describe_places(readers, findings)}")
@@ -109,19 +114,19 @@ def build_unproved_program(
 
     If the other instructions make no sense by themselves, it has the microbatches in their order, all forwards first.
     """
-    known = [[[each for each in step if each.name in KNOWN] for step in stream] for stream in streams]
+    known = [[[instruction for instruction in step if instruction.name in KNOWN] for step in stream] for stream in streams]
     readers = _read(known, buffers, False, labels, training)
     findings = [finding for reader in readers for finding in reader.findings]
     lost = next((finding for finding in findings if finding.rule == "place"), None)
     if lost is not None:
         raise ScheduleError(f"{lost.action} on stage {lost.rank} {lost.message.removeprefix('it ')}")
     forwards = [sorted(action.microbatch or 0 for action in reader.row if action.kind is Kind.F) for reader in readers]
-    if not findings and all(each == list(range(micro_batches)) for each in forwards):
+    if not findings and all(numbers == list(range(micro_batches)) for numbers in forwards):
         return _join(readers, micro_batches, "")
     return SendReceive("just-in-time").apply(Program.start(by_name("gpipe" if training else "inference", len(streams), micro_batches)))
 
 
-def _semantics(strict: bool) -> str:
+def _choose_semantics(strict: bool) -> str:
     return "rendezvous" if strict else "channels"
 
 
@@ -143,7 +148,7 @@ def _join(readers: Sequence[StreamReader], micro_batches: int, name: str) -> Pro
 def _check_closing(streams: Sequence[Stream]) -> Iterator[Finding]:
     """Every stage closes the batch once, or none does; all stages sum the tied gradients together."""
     for name in CLOSING:
-        counts = [sum(each.name == name for step in stream for each in step) for stream in streams]
+        counts = [sum(instruction.name == name for step in stream for instruction in step) for stream in streams]
         if set(counts) not in ({0}, {1}):
             stage = next(number for number, count in enumerate(counts) if count != 1)
             severity = Severity.HANG if name == "ReduceTiedGrads" else Severity.WRONG
@@ -179,7 +184,7 @@ def find_blocked(program: Program) -> Iterator[Finding]:
 
 def _describe(name: str, streams: Sequence[Stream], micro_batches: int, findings: Sequence[Finding]) -> str:
     head = f"{len(findings)} finding{'s'[: len(findings) > 1]} in the instructions of {name or 'a schedule'}"
-    lines = [f"{head}, {len(streams)} stages, {micro_batches} microbatches:"]
+    lines = [f"{head}, {format_count(len(streams), 'stage')}, {format_count(micro_batches, 'microbatch')}:"]
     lines += [f"{number}. {finding}" for number, finding in enumerate(findings[:_SHOWN], start=1)]
     if len(findings) > _SHOWN:
         lines.append(f"and {len(findings) - _SHOWN} more")
@@ -192,8 +197,8 @@ def _describe_places(readers: Sequence[StreamReader], findings: Sequence[Finding
     for finding in findings[:_SHOWN]:
         places = readers[finding.rank].places
         if finding.step < len(places):
-            step, each = places[finding.step]
-            lines.append(f"  rank {finding.rank}, step {finding.step} ({finding.action}) is {each} in step {step} of the stream")
+            step, instruction = places[finding.step]
+            lines.append(f"  rank {finding.rank}, step {finding.step} ({finding.action}) is {instruction} in step {step} of the stream")
     return "\n".join(lines)
 
 
@@ -219,7 +224,7 @@ def as_deepspeed(schedule: Table | str, *, module: ModuleType | None = None, **o
 
     known: dict[tuple[int, int], Sequence[Stream]] = {}  # no lru_cache, so that the class can be sent to other processes
 
-    def proved(micro_batches: int, stages: int) -> Sequence[Stream]:
+    def prove_once(micro_batches: int, stages: int) -> Sequence[Stream]:
         if (micro_batches, stages) not in known:
             if isinstance(schedule, str):
                 table: Table = by_name(schedule, stages, micro_batches, **options)
@@ -230,19 +235,22 @@ def as_deepspeed(schedule: Table | str, *, module: ModuleType | None = None, **o
 
     def stream(self: Any) -> Stream:
         ours.check_sizes(self)
-        return proved(self.micro_batches, self.stages)[int(self.stage_id)]
+        return prove_once(self.micro_batches, self.stages)[int(self.stage_id)]
 
     def steps(self: Any) -> Iterator[list[Any]]:
         """The stage's instructions."""
         for step in stream(self):
-            yield [getattr(home, each.name)(**({} if each.buffer_id is None else {"buffer_id": each.buffer_id})) for each in step]
+            yield [
+                getattr(home, instruction.name)(**({} if instruction.buffer_id is None else {"buffer_id": instruction.buffer_id}))
+                for instruction in step
+            ]
 
     def num_pipe_buffers(self: Any) -> int:
         """The number of buffers that the stream uses."""
-        return _num_buffers(stream(self))
+        return _count_buffers(stream(self))
 
     if isinstance(schedule, Table):
-        proved(schedule.microbatches, schedule.ranks)
+        prove_once(schedule.microbatches, schedule.ranks)
     text = f"Penstock's {name} as DeepSpeed's instructions."
     parts = {"__doc__": text, "__module__": __name__, "steps": steps, "num_pipe_buffers": num_pipe_buffers}
     return type(f"{''.join(part.capitalize() for part in name.split('-'))}Schedule", (home.PipeSchedule,), parts)
@@ -251,14 +259,14 @@ def as_deepspeed(schedule: Table | str, *, module: ModuleType | None = None, **o
 def _check_schedule(schedule: Any, options: dict[str, Any]) -> str:
     """Check that the schedule can be expressed in instructions; its name."""
     if isinstance(schedule, str):
-        made = algorithm(schedule)
-        chunks = options.get("chunks", made.layout.chunks)
+        entry, written = parse_name(schedule)
+        chunks = {**written, **options}.get("chunks", entry.layout.chunks)
         if chunks != 1:
             raise ScheduleError(f"{schedule} places {chunks} stages on a rank, but DeepSpeed's instructions know one")
-        strange = sorted(set(options) - {"chunks", "graph", *made.options})
-        if strange:
-            raise ScheduleError(f"{schedule} has no option {strange[0]!r}; its options: {', '.join(made.options) or 'none'}")
-        return schedule
+        unknown = sorted({*written, *options} - {"chunks", "graph", *entry.options})
+        if unknown:
+            raise ScheduleError(f"{schedule} has no option {unknown[0]!r}; its options: {', '.join(entry.options) or 'none'}")
+        return entry.name
     if not isinstance(schedule, Table):
         raise ScheduleError(f"as_deepspeed takes a Schedule, a Program or the name of a schedule, got {type(schedule).__name__}")
     if options:
@@ -288,9 +296,9 @@ def _fit_sizes(table: Table, micro_batches: int, stages: int) -> Table:
 def _prove_streams(table: Table) -> Sequence[Stream]:
     """The streams of all stages, proved for an engine with one loss, one gradient and sends that block."""
     merged = MergeBackward(apart=True).apply(Program.start(table)).schedule()
-    found = write_streams(_pair_last_rank(merged) if table.training else merged)
-    program_of(found, table.microbatches, [_num_buffers(stream) for stream in found], name=table.name)
-    return found
+    streams = write_streams(_pair_last_rank(merged) if table.training else merged)
+    build_program(streams, table.microbatches, [_count_buffers(stream) for stream in streams], name=table.name)
+    return streams
 
 
 def _pair_last_rank(schedule: Schedule) -> Schedule:
@@ -303,6 +311,6 @@ def _pair_last_rank(schedule: Schedule) -> Schedule:
     return Schedule.from_rows(Rows.join(rows), schedule.placement, schedule.microbatches, graph=schedule.graph, name=schedule.name)
 
 
-def _num_buffers(stream: Stream) -> int:
+def _count_buffers(stream: Stream) -> int:
     """The number of buffers that a stream uses, at least one."""
-    return 1 + max((each.buffer_id for step in stream for each in step if each.buffer_id is not None), default=0)
+    return 1 + max((instruction.buffer_id for step in stream for instruction in step if instruction.buffer_id is not None), default=0)

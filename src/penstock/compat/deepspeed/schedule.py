@@ -24,8 +24,8 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
     >>> call_to_str("send", 1, to="a")
     "send(1, to='a')"
     """
-    given = [repr(value) for value in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
-    return f"{base}({', '.join(given)})"
+    arguments = [repr(value) for value in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
+    return f"{base}({', '.join(arguments)})"
 
 
 class PipeInstruction:
@@ -337,9 +337,9 @@ class DualPipeVSchedule(PipeSchedule):
     def _run(self, action: Action, *, receive: bool = True, send: bool = True) -> Step:
         """Receive, commit, compute, queue the sends; of a pair each for both parts. `receive` is about a forward's input alone."""
         parts = action.parts
-        got = [each for part in parts if receive or part.kind is not Kind.F for each in self._receive(part)]
-        done = [each for part in parts for each in self._compute(part)]
-        return [*got, CommitP2P(), *done, *([each for part in parts for each in self._send(part)] if send else [])]
+        received = [instruction for part in parts if receive or part.kind is not Kind.F for instruction in self._receive(part)]
+        done = [instruction for part in parts for instruction in self._compute(part)]
+        return [*received, CommitP2P(), *done, *([instruction for part in parts for instruction in self._send(part)] if send else [])]
 
     def _weight(self) -> Step:
         """Where weight gradients would run apart; here only what was queued moves on."""
@@ -352,7 +352,7 @@ class DualPipeVSchedule(PipeSchedule):
         return [*load, ForwardPass(self._buffer(part), phase=self._phase(part))]
 
     def _receive(self, part: Action) -> Step:
-        """What the part needs of another rank: nothing at the ends of the model and at the turn of the V."""
+        """The receives of a part: none at the ends of the model and at the turn of the V."""
         forward = part.kind is Kind.F
         if part.stage % self.stages == (0 if forward else self.stages - 1) or (self.forward_only and not forward):
             return []

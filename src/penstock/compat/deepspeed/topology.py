@@ -167,7 +167,7 @@ class PipelineParallelGrid:
     def _process_group(self, name: str) -> Any:
         if name not in self._process_groups:
             raise ScheduleError(
-                "process groups exist where ranks are processes: launch with backend='gloo' or torchrun, or use the lists of ranks"
+                "process groups exist only if ranks are processes: launch with backend='gloo' or torchrun, or use the lists of ranks"
             )
         return self._process_groups[name]
 
@@ -204,7 +204,7 @@ class PipelineParallelGrid:
     # Replicas ---------------------------------------------------------------------------------------------------------
 
     def get_data_parallel_id(self) -> int:
-        """Which replica of the pipeline this rank is in."""
+        """The replica of the pipeline that this rank is in."""
         return self._coordinate("data")
 
     get_data_parallel_rank = get_data_parallel_id
@@ -223,7 +223,7 @@ class PipelineParallelGrid:
     # Slices, and everything that makes one replica --------------------------------------------------------------------
 
     def get_slice_parallel_rank(self) -> int:
-        """Which slice of its layers this rank holds."""
+        """The slice of its layers that this rank holds."""
         return self._coordinate("model")
 
     get_tensor_model_parallel_rank = get_slice_parallel_rank
@@ -264,7 +264,7 @@ def _divide(ranks: int) -> ProcessTopology:
 
 
 def _process_groups(**members: Sequence[int]) -> dict[str, Any]:
-    """This rank's process groups by name; none where ranks are threads. Every rank makes its own, in the same order of names."""
+    """This rank's process groups by name; none if ranks are threads. Every rank makes its own, in the same order of names."""
     import torch.distributed as dist
 
     from penstock.runtime.transport.current_group import get_group

@@ -32,7 +32,7 @@ from penstock.errors import ActionError, PassError
 from penstock.ir import codes
 from penstock.ir.action import Action, unpack_row
 from penstock.ir.dependencies import Needs
-from penstock.ir.formats.csv_form import write_whole
+from penstock.ir.formats.csv_form import split_slices, write_whole
 from penstock.ir.kind import COMPUTE, COPIES, RECEIVES, SEND_WAITS, SENDS, Kind
 from penstock.ir.placement import Placement
 from penstock.ir.program import Program
@@ -51,7 +51,7 @@ from penstock.verifier.verify import check
 
 
 class _ComputationType(str, Enum):  # noqa: UP042 - torch's base classes: its members print by name
-    """What an action does, under torch's names. The value is its text form and the name of our `Kind`."""
+    """The kind of an action, under torch's names. The value is its text form and the name of our `Kind`."""
 
     FORWARD = "F"
     BACKWARD_INPUT = "I"
@@ -107,11 +107,15 @@ class _Action(NamedTuple):
 
     @staticmethod
     def from_str(action_string: str) -> _Action | None:
-        """Parse the text that `repr` prints; blank text gives `None`. Text behind an action, as in `1F0junk`, is refused."""
+        """Parse the text that `repr` prints; blank text gives `None`. Text behind an action, as in `1F0junk`, is refused.
+
+        Only the number of slices is passed over, which Penstock's files have behind their first action (`0F0 slices=4`), as torch does:
+        slices count as microbatches in such a file.
+        """
         if not action_string.strip():
             return None
         try:
-            return _convert(Action.parse(action_string))
+            return _convert(Action.parse(split_slices(action_string)[0]))
         except ActionError as error:
             raise RuntimeError(f"Invalid action string: {error}") from error
 
@@ -122,9 +126,16 @@ def _get_profiler_function_name(action: _Action) -> str:
 
 
 def _convert(action: Action) -> _Action:
-    """Convert one of our actions to torch's; refuse copies of activations to host memory and back, which torch does not have."""
+    """Convert one of our actions to torch's; refuse what torch does not have: copies to host memory, slices, and edges that skip stages."""
     if action.kind in COPIES:
         raise ActionError(f"{action} moves activations between device and host, which torch's orders cannot express")
+    if action.slice is not None:
+        raise ActionError(
+            f"{action} is for a slice of a microbatch, which torch's orders cannot express: give one number for both, "
+            "microbatch x slices + slice, as files of Schedule.to_csv do"
+        )
+    if action.peer is not None:
+        raise ActionError(f"{action} crosses an edge that skips stages, which torch's orders cannot express")
     parts = tuple(map(_convert, action.sub_actions)) or None
     return _Action(action.stage, _TYPES[action.kind], action.microbatch, parts)
 
@@ -283,7 +294,7 @@ class TorchLowering:
 
     @property
     def writes_waits(self) -> bool:
-        """Whether the lowered order has waits: in torch it has since 2.15; before, where an option places them."""
+        """Whether the lowered order has waits: in torch it has since 2.15; before, if an option places them."""
         return WRITES_WAITS or self.defer_reduce_grad_wait or self.max_outstanding_sends is not None
 
 

@@ -369,11 +369,11 @@ class _PipelineSchedule(ABC):
 
     def _update_losses(self, stages: Any, losses: list[Any] | None) -> None:
         """Give the caller the losses, in the order of microbatches. This ends a step, so it also waits for pending sends."""
-        held = stages if isinstance(stages, list) else [stages]
-        for stage in held:
+        own = stages if isinstance(stages, list) else [stages]
+        for stage in own:
             if hasattr(stage, "finish_sending"):
                 stage.finish_sending()
-        if losses is not None and any(stage.is_last for stage in held):
+        if losses is not None and any(stage.is_last for stage in own):
             if len(self._internal_losses) != self._n_microbatches:
                 raise RuntimeError(f"Expecting {self._n_microbatches} losses but got {len(self._internal_losses)}")
             losses[:] = [self._internal_losses[position] for _, position in sorted(self._locate_losses().items())]
@@ -475,16 +475,16 @@ def _takes_mean(loss_fn: LossFunction | None) -> bool:
 
 
 Operation = Callable[["OrderRunner"], None]
-"""Takes the runner as its argument instead of keeping it, so that a schedule is freed as soon as nobody refers to it."""
+"""Takes the runner as its argument instead of keeping it, so that a schedule is freed as soon as nothing refers to it."""
 Works = dict[tuple[int, int], list[Any]]
 """Works of messages, by stage and microbatch."""
 _FORWARD = (Type.FORWARD, Type.SEND_F, Type.RECV_F, Type.WAIT_SEND_F, Type.OVERLAP_F_B, Type.UNSHARD, Type.RESHARD)
-"""What an evaluation runs of an order; it leaves out everything else."""
+"""The kinds of actions that an evaluation runs."""
 
 
 @dataclass
 class _PipelineContext:
-    """What a custom function is given besides its action."""
+    """The second argument of a custom function, after its action."""
 
     schedule_ref: Any
     arg_mbs: Any = None
@@ -503,7 +503,7 @@ class StepInputs(_PipelineContext):
 
 @dataclass
 class OrderSettings:
-    """What the operations of an order depend on: when it changes, they are resolved anew."""
+    """The state that the operations of an order depend on: when it changes, they are resolved anew."""
 
     stages: list[Any]
     actions: list[_Action]
@@ -537,7 +537,7 @@ class OrderRunner:
         """Stages whose reduction an action of its own waits for."""
         unused = set[int]() if training else _find_unused_gathers(actions, settings.functions)
         self.operations: list[tuple[int, Operation]] = []
-        """What to do, each with the position of its action in the order."""
+        """Operations, each with the position of its action in the order."""
         for position, action in enumerate(actions):
             operation = None if position in unused else self._resolve(action)
             if operation is not None:
@@ -546,8 +546,8 @@ class OrderRunner:
     def _refuse_missing_stages(self) -> None:
         for part in list_parts(self.settings.actions):
             if part.stage_index not in self.stages:
-                held = ", ".join(map(str, sorted(self.stages)))
-                raise ValueError(f"this rank's order has {part}, but the rank holds only stages {held}: give it the stages of its row")
+                numbers = ", ".join(map(str, sorted(self.stages)))
+                raise ValueError(f"this rank's order has {part}, but the rank holds only stages {numbers}: give it the stages of its row")
 
     # Running ----------------------------------------------------------------------------------------------------------
 

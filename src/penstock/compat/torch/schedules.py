@@ -59,7 +59,7 @@ from penstock.ir.table import Table
 from penstock.passes.lower import lower
 from penstock.runtime.parallel.fsdp import find_communication_context
 from penstock.runtime.torch_internals.lookup import find_private
-from penstock.schedules.registry import schedule
+from penstock.schedules.registry import parse_name, schedule
 from penstock.verifier.finding import report
 from penstock.verifier.verify import check
 
@@ -79,7 +79,7 @@ __all__ = [
 ]
 
 OptimizedModule: Any = find_private("torch._dynamo.OptimizedModule")
-"""What `torch.compile` returns for a module."""
+"""The class of a compiled module."""
 _OURS = (orders, schedule_base, stage_names, microbatch, metadata)
 """The modules in which names are looked up that torch's module defines but does not export."""
 _RENAMED: dict[str, Any] = {
@@ -756,7 +756,8 @@ def _find_table(table: Table | str, stage: Any, count: int | None) -> Table:
     if isinstance(table, str):
         if count is None:
             raise ScheduleError(f"{table} can be generated for any number of microbatches: pass n_microbatches=")
-        table = schedule(table, ranks, count, **({"chunks": total // ranks} if total > ranks else {}))
+        is_open = total > ranks and not {"chunks", "waves"} & parse_name(table)[1].keys()
+        table = schedule(table, ranks, count, **({"chunks": total // ranks} if is_open else {}))
     if not isinstance(table, Table):
         raise ScheduleError(f"as_torch takes a Schedule, a Program or the name of a schedule, got {type(table).__name__}")
     refuse_for_torch(table)

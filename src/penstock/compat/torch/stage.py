@@ -671,7 +671,7 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
         """Run the forward that infers shapes, if the stage uses no messages; the module's buffers are restored afterwards."""
         self._buffers = BufferBackup()
-        self._buffers.take(module.modules())
+        self._buffers.take([module])
         for value in args:
             if not self.is_first and isinstance(value, Tensor):
                 value.detach().zero_()  # it stands for another stage's output, but is uninitialized memory
@@ -681,7 +681,7 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
         """Run that forward on torch 2.11, which has another function for it."""
         self._inference_mode = metadata.InferenceMode.DYNAMIC
         before = BufferBackup()
-        before.take(self.submod.modules())
+        before.take([self.submod])
         try:
             return cast(Any, super())._shape_inference(args, kwargs)
         finally:
@@ -734,7 +734,7 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
             return super().get_fwd_send_ops(fwd_chunk_id)
         if self.is_last:
             return []
-        # Without a backward, nobody reads the outputs again.
+        # Without a backward, the outputs are not read again.
         outputs = self._read_outputs(fwd_chunk_id) if self.has_backward else self._take_forward(fwd_chunk_id)[0]
         if self.has_backward:
             self._mark_as_sent(fwd_chunk_id)

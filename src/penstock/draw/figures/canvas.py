@@ -1,7 +1,8 @@
-"""What all matplotlib figures share: the style, empty plots, the width of text, and rendering."""
+"""Shared parts of matplotlib figures: the style, empty plots, the width of text, and rendering."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, FAINT, PAPER, IDLE = "#222222", "#666666", "#ffffff", "#ebebeb"
-"""Text, secondary text, the background, and idle time. `penstock.draw.html` replaces these four in dark mode."""
+"""Text, secondary text, the background, and idle time. `recolour` replaces these and `GRID` for other backgrounds."""
 GRID = "#eeeeee"
 """The lines behind a plot."""
 POINTS = 72.0
@@ -90,3 +91,14 @@ def render(figure: Figure, form: str, dpi: float = 200.0) -> bytes:
     with use_style():
         figure.savefig(data, format=form, dpi=dpi, metadata=dict.fromkeys(left_out[form]))
     return data.getvalue()
+
+
+def recolour(svg: str, *, ink: str, faint: str, paper: str, idle: str, grid: str) -> str:
+    """Give an SVG figure of ours other colours for text, lines and idle time; its background becomes transparent.
+
+    `paper` is the colour behind it, which also separates boxes. The fills of actions stay as they are, and so does the ink on them.
+    """
+    svg = re.sub(rf'(<path d="[^"]*" style=")fill: {PAPER}', r"\1fill: none", svg)
+    for colour, other in ((INK, ink), (FAINT, faint), (IDLE, idle), (GRID, grid)):
+        svg = svg.replace(f": {colour}", f": {other}")
+    return svg.replace(f"stroke: {PAPER}", f"stroke: {paper}")

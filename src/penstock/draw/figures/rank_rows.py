@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from penstock.draw.boxes import (
     Boxes,
-    collective_boxes,
     compute_boxes,
     copy_boxes,
     find_most_held,
+    list_collective_boxes,
+    list_optimizer_boxes,
     make_widest_label,
-    optimizer_boxes,
     shares,
 )
 from penstock.draw.figures.canvas import FAINT, IDLE, PAPER, POINTS, annotate, text_width
@@ -73,7 +73,7 @@ class RankRows:
 
     @cached_property
     def collectives(self) -> Boxes:
-        return collective_boxes(self.timeline)
+        return list_collective_boxes(self.timeline)
 
     @cached_property
     def copies(self) -> Boxes:
@@ -103,7 +103,7 @@ class RankRows:
             self._draw_boxes(axes)
         self._draw_collectives(axes)
         self._draw_copies(axes)
-        rank, start, end = optimizer_boxes(self.timeline)
+        rank, start, end = list_optimizer_boxes(self.timeline)
         fill = lighten(OPTIMIZER, self.pale).fill
         _add(axes, (self._rows(rank), start, end), (self._top, self._floor), fill=fill, name=self._id("optimizer"))
 

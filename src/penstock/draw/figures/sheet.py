@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.draw.boxes import collective_boxes, copy_boxes, make_widest_label
+from penstock.draw.boxes import copy_boxes, list_collective_boxes, make_widest_label
 from penstock.draw.figures.canvas import FAINT, IDLE, INK, PAPER, POINTS, SMALL, TEXT, text_width
 from penstock.draw.figures.rank_rows import FILLS, LEAST_LABEL, is_mixed, uses
 from penstock.draw.palette import HOST, OPTIMIZER, SHARDING, TONES, shade
@@ -242,7 +242,7 @@ def _kinds(timelines: Sequence[Timeline], chunks: int) -> list[tuple[list[str], 
     kinds = [([shade(TONES[kind], chunk, chunks).fill for chunk in range(chunks)], TONES[kind].means) for kind in present]
     if any(timeline.optimizer.any() for timeline in timelines):
         kinds.append(([OPTIMIZER.fill], OPTIMIZER.means))
-    collective = {kind for timeline in timelines for kind in collective_boxes(timeline).kind.tolist()}
+    collective = {kind for timeline in timelines for kind in list_collective_boxes(timeline).kind.tolist()}
     for place, (kind, means) in enumerate(((Kind.REDUCE_GRAD, "gradients reduced"), (Kind.UNSHARD, "parameters gathered"))):
         if kind in collective:
             kinds.append(([shade(SHARDING, place, 2).fill], means))

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.draw.figures.canvas import FAINT, INK, POINTS, SMALL, annotate, use_style
+from penstock.draw.figures.canvas import FAINT, INK, POINTS, SMALL, TEXT, annotate, text_width, use_style
 from penstock.draw.figures.rank_rows import MOST_CURVES, PeakLabels, RankRows, draw_band, draw_curves, draw_map
 from penstock.draw.figures.sheet import Band, LegendEntry, Sheet, check_names, timeline_entries
-from penstock.draw.summary import WORDS, find_fullest_rank, format_memory, format_time, shape_of, title_of
+from penstock.draw.summary import WORDS, find_fullest_rank, format_memory, format_time, memory_unit, shape_of, title_of
 from penstock.ir.rows import Floats
 from penstock.simulator.comparison.differences import Differences
 from penstock.simulator.timeline import Timeline
@@ -72,11 +72,12 @@ class _Panels:
 
     def _facts(self, timeline: Timeline) -> list[str]:
         peak, sheet = find_fullest_rank(timeline), self.sheet
+        held = f"{format_memory(timeline.peak_memory[peak], timeline.units.in_bytes)} {memory_unit(timeline)}".rstrip()
         return [
             ", ".join(shape_of(timeline)),
             f"makespan {format_time(timeline.makespan, sheet.unit)}",
             f"bubble {format_percent(timeline.bubble)}",
-            f"peak memory {format_memory(timeline.peak_memory[peak], timeline.units.in_bytes)} (rank {peak})",
+            f"peak memory {held} (rank {peak})",
         ]
 
     def _rows(self, panel: int, timeline: Timeline) -> Band:
@@ -102,7 +103,7 @@ class _Panels:
             columns = max(int(sheet.inner * timeline.makespan / sheet.end * 150), 1)
             peaks = PeakLabels(SMALL * sheet.zoom, timeline.units.in_bytes)
             if form == "band":
-                most = max(max(each.peak_memory) for each in self.timelines) or 1.0
+                most = max(max(timeline.peak_memory) for timeline in self.timelines) or 1.0
                 draw_band(axes, timeline, most, columns, peaks)
                 sheet.name_axis(axes, "memory")
             else:
@@ -112,7 +113,9 @@ class _Panels:
                 else:
                     scale = axes.inset_axes((1.0 + 0.08 / sheet.inner, 0.0, 0.1 / sheet.inner, 1.0))
                     draw_map(axes, scale, timeline, columns, peaks)
-                sheet.rank_ticks(axes, np.arange(timeline.ranks) + 0.5, height / timeline.ranks, "memory")
+                label = f"memory ({memory_unit(timeline)})"
+                fits = memory_unit(timeline) and text_width(label, TEXT * sheet.zoom) < height
+                sheet.rank_ticks(axes, np.arange(timeline.ranks) + 0.5, height / timeline.ranks, label if fits else "memory")
             axes.set_xlim(0.0, sheet.end)
 
         return [sheet.space(), Band(height, draw, timed=True)]

@@ -74,10 +74,10 @@ def infer_table(cells: Cells, *, strict: bool = True) -> Table:
         raise cells.error(worst, f"{cells.name(worst)} cannot belong to a file of only {int(compute.sum())} compute actions")
     if strict:
         _refuse_repeats(cells, rows, compute, stages, units)
-    placement = _placement(cells, rows, compute, stages, strict)
+    placement = _infer_placement(cells, rows, compute, stages, strict)
     if strict:
         _refuse_holes(cells, rows, stages, units)
-    graph = _graph(rows, stages)
+    graph = _infer_graph(rows, stages)
     name = cells.file.replace("\\", "/").rsplit("/", 1)[-1].rsplit(".", 1)[0]
     if _is_program(rows, placement, graph):
         return Program(rows, placement, microbatches, graph=graph, name=name, slices=cells.slices)
@@ -93,7 +93,7 @@ def infer_placement(rows: Rows) -> Placement:
         raise ScheduleError("the placement cannot be inferred, because there is no compute action: give placement=")
     try:
         cells = Cells("the actions", rows.codes, rows.rank, rows.step, np.diff(rows.group_offsets).tolist())
-        return _placement(cells, rows, compute, int(rows.stage[compute].max()) + 1, strict=True)
+        return _infer_placement(cells, rows, compute, int(rows.stage[compute].max()) + 1, strict=True)
     except FileFormatError as error:
         raise ScheduleError(f"the placement cannot be inferred: {error}. Correct the actions, or give placement=") from None
 
@@ -115,22 +115,22 @@ def _refuse_holes(cells: Cells, rows: Rows, stages: int, microbatches: int) -> N
     """Every stage and microbatch needs its forward and, if anything trains, its backward."""
     shape = (stages, microbatches)
 
-    def seen(*kinds: Kind) -> Flags:
+    def mark_cells(*kinds: Kind) -> Flags:
         table = np.zeros(shape, dtype=np.bool_)
         of_kind = rows.is_kind(*kinds)
         table[rows.stage[of_kind], rows.microbatch[of_kind]] = True
         return table
 
-    wanted = [("F", seen(Kind.F))]
+    needed = [("F", mark_cells(Kind.F))]
     if rows.is_kind(Kind.B, Kind.I, Kind.W).any():
-        wanted += [("B, or I and W,", seen(Kind.B, Kind.I)), ("B, or I and W,", seen(Kind.B, Kind.W))]
-    for what, table in wanted:
+        needed += [("B, or I and W,", mark_cells(Kind.B, Kind.I)), ("B, or I and W,", mark_cells(Kind.B, Kind.W))]
+    for what, table in needed:
         if table.all():
             continue
         stage, microbatch = (int(v) for v in np.argwhere(~table)[0])
         having = int(table[:, microbatch].sum())
         if what == "F" and 2 * having < stages and (rows.microbatch[rows.is_kind(*COMPUTE)] >= microbatch).any():
-            raise _stray(cells, rows, microbatch, having, stages)
+            raise _find_stray(cells, rows, microbatch, having, stages)
         holders = np.flatnonzero(rows.stage == stage)
         row = int(rows.rank[holders[0]])
         short = (
@@ -145,16 +145,16 @@ def _refuse_holes(cells: Cells, rows: Rows, stages: int, microbatches: int) -> N
         )
 
 
-def _stray(cells: Cells, rows: Rows, microbatch: int, having: int, stages: int) -> FileFormatError:
+def _find_stray(cells: Cells, rows: Rows, microbatch: int, having: int, stages: int) -> FileFormatError:
     """Blame a microbatch that most stages lack on the stages that have it, or a later one: it is too much there, not missing elsewhere."""
     first = int(np.flatnonzero(rows.is_kind(*COMPUTE) & (rows.microbatch >= microbatch))[0])
-    held = f"only {having} of {stages} stages have" if having else "no stage has"
+    count = f"only {having} of {stages} stages have" if having else "no stage has"
     return cells.error(
-        first, f"{cells.name(first)} is beyond the others: {held} an F for {cells.unit_name(microbatch)}; microbatches count from 0"
+        first, f"{cells.name(first)} is beyond the others: {count} an F for {cells.unit_name(microbatch)}; microbatches count from 0"
     )
 
 
-def _placement(cells: Cells, rows: Rows, compute: Flags, stages: int, strict: bool) -> Placement:
+def _infer_placement(cells: Cells, rows: Rows, compute: Flags, stages: int, strict: bool) -> Placement:
     """One copy if each stage is on one rank; two if its even microbatches are on one rank and its odd ones on another."""
     maps = np.full((2, stages), -1, dtype=np.int64)
     entries = np.flatnonzero(compute)[::-1]  # assigned backwards, so that the first action of a stage gives its rank
@@ -179,7 +179,7 @@ def _placement(cells: Cells, rows: Rows, compute: Flags, stages: int, strict: bo
     return recognise(Placement.custom(*(maps[:1] if one_copy else maps).tolist(), ranks=ranks))
 
 
-def _graph(rows: Rows, stages: int) -> StageGraph:
+def _infer_graph(rows: Rows, stages: int) -> StageGraph:
     """The chain, and one edge per message that names its peer; further edges that this message carries are not in the file."""
     peers = peer_stages(rows)
     skips = np.flatnonzero(
@@ -190,7 +190,7 @@ def _graph(rows: Rows, stages: int) -> StageGraph:
 
 
 def _is_program(rows: Rows, placement: Placement, graph: StageGraph) -> bool:
-    """Messages or sharding make a program; so do reductions alone where nothing has to cross ranks."""
+    """Messages or sharding make a program; so do reductions alone if nothing has to cross ranks."""
     if rows.is_kind(*SENDS, *RECEIVES, *SEND_WAITS, Kind.UNSHARD, Kind.RESHARD).any():
         return True
     crosses = any(copy[a] != copy[b] for copy in placement.copies for a, b in graph.edges)
@@ -268,15 +268,22 @@ def parse_rows(file: str, rows: list[list[str]]) -> Cells:
         if not any(cell.strip() for cell in row):
             raise FileFormatError(file, "the row is empty: every rank needs its actions", row=number)
     place = next(place for place, cell in enumerate(rows[0]) if cell.strip())
-    match = _SLICES.fullmatch(rows[0][place])
-    if match is None:
-        return parse_cells(file, rows)
-    first = [*rows[0][:place], match[1], *rows[0][place + 1 :]]
-    return parse_cells(file, [first, *rows[1:]], int(match[2]))
+    action, slices = split_slices(rows[0][place])
+    first = [*rows[0][:place], action, *rows[0][place + 1 :]]
+    return parse_cells(file, [first, *rows[1:]], slices)
+
+
+def split_slices(cell: str) -> tuple[str, int]:
+    """The first action of a file, and the number of slices behind it; 1 if it says none.
+
+    >>> split_slices("0F0 slices=4"), split_slices("0F0")
+    (('0F0', 4), ('0F0', 1))
+    """
+    match = _SLICES.fullmatch(cell)
+    return (cell, 1) if match is None else (match[1], int(match[2]))
 
 
 _SLICES = re.compile(r"(.*\S)\s+slices=([1-9][0-9]{0,7})\s*")
-"""The first action of a file, and the number of slices behind it."""
 
 
 def parse_cells(file: str, rows: list[list[str]], slices: int = 1) -> Cells:

@@ -76,14 +76,14 @@ def _decode(data: dict[str, Any], file: str) -> Table:
     slices = data.get("slices", 1)
     if slices < 1:
         raise FileFormatError(file, f"'slices' must be at least 1, got {slices}")
-    rows = _rows(file, data["rows"], slices)
+    rows = _read_rows(file, data["rows"], slices)
     placement = _read(file, data, "placement", Placement.from_json)
     graph = _read(file, data, "edges", lambda edges: StageGraph(placement.stages, tuple((index(a), index(b)) for a, b in edges)))
     if len(rows) != placement.ranks:
         raise FileFormatError(file, f"there are {len(rows)} rows for {placement.ranks} ranks")
     if data["type"] == "schedule":
         return Schedule.from_rows(rows, placement, data["microbatches"], graph=graph, name=data["name"], slices=slices)
-    buffers = _read(file, data, "buffers", lambda held: None if held is None else BufferCounts.from_json(held))
+    buffers = _read(file, data, "buffers", lambda value: None if value is None else BufferCounts.from_json(value))
     return Program(
         rows,
         placement,
@@ -107,7 +107,7 @@ def _read(file: str, data: dict[str, Any], name: str, read: Callable[[Any], _Par
         raise FileFormatError(file, f"{name!r}: {error}") from None
 
 
-def _rows(file: str, rows: list[Any], slices: int) -> Rows:
+def _read_rows(file: str, rows: list[Any], slices: int) -> Rows:
     for number, row in enumerate(rows):
         if not isinstance(row, list):
             raise FileFormatError(file, f"a row is a list of actions, got {row!r}", row=number)

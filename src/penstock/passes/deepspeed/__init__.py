@@ -1,7 +1,7 @@
 """DeepSpeed's dialect of a program.
 
-`instructions` turns a schedule into each rank's instructions, `reader` finds out which microbatch each instruction of a stream is
-about and what is wrong with it, and `text` writes streams to files and reads them back.
+`instructions` turns a schedule into each rank's stream of instructions. `reader` finds out which microbatch each instruction of a stream
+is about and what is wrong with it. `text` writes streams to files and reads them back.
 """
 
 from penstock.passes.deepspeed.instructions import STYLES, Instruction, Stream, stream, streams

@@ -47,8 +47,8 @@ def streams(table: Table, *, style: str | None = None) -> list[Stream]:
     schedule = _check_expressible(table)
     chosen = style or ("inference" if not table.training else "data-parallel" if table.name == "data-parallel" else "train")
     _check_style(chosen, schedule)
-    slots = _clock(schedule, chosen)
-    write = {"train": _train, "inference": _inference, "data-parallel": _data_parallel}[chosen]
+    slots = _order_by_clock(schedule, chosen)
+    write = {"train": _train, "inference": _write_inference, "data-parallel": _write_data_parallel}[chosen]
     fewest = 1 if chosen == "data-parallel" else 2
     return [_add_buffers(write(slots, rank), fewest) for rank in range(schedule.ranks)]
 
@@ -84,7 +84,7 @@ Slot = tuple[Kind, int] | None
 """The computation of a rank in a step: forward or backward, and the microbatch."""
 
 
-def _clock(schedule: Table, style: str) -> list[list[Slot]]:
+def _order_by_clock(schedule: Table, style: str) -> list[list[Slot]]:
     """Each rank's slots: the next action of its order runs in the first step of its kind after those of the actions that it needs.
 
     Training alternates: a stage goes forward in the steps of its own parity and backward in the others.
@@ -142,7 +142,7 @@ def _train(slots: list[list[Slot]], rank: int) -> Steps:
     return steps
 
 
-def _inference(slots: list[list[Slot]], rank: int) -> Steps:
+def _write_inference(slots: list[list[Slot]], rank: int) -> Steps:
     """Even stages send before they receive, odd ones receive before they send."""
     steps: Steps = []
     last = len(slots) - 1
@@ -166,7 +166,7 @@ def _compute(slot: Slot, loads: bool) -> list[tuple[str, int | None]]:
     return [*load, ("ForwardPass" if kind is Kind.F else "BackwardPass", microbatch)]
 
 
-def _data_parallel(slots: list[list[Slot]], rank: int) -> Steps:
+def _write_data_parallel(slots: list[list[Slot]], rank: int) -> Steps:
     """Gradient accumulation: one microbatch, forward and backward, per step."""
     steps: Steps = []
     for slot in filter(None, slots[rank]):
@@ -180,11 +180,11 @@ def _data_parallel(slots: list[list[Slot]], rank: int) -> Steps:
 def _add_buffers(steps: Steps, fewest: int) -> Stream:
     """Buffers in turn, each taken from a microbatch's first mention to its last; as many as are taken at once."""
     mentions = [microbatch for step in steps for _, microbatch in step if microbatch is not None]
-    buffers = iter(_buffers(mentions, fewest))
+    buffers = iter(_choose_buffers(mentions, fewest))
     return [[Instruction(name, None if microbatch is None else next(buffers)) for name, microbatch in step] for step in steps]
 
 
-def _buffers(mentions: list[int], fewest: int) -> list[int]:
+def _choose_buffers(mentions: list[int], fewest: int) -> list[int]:
     """The buffer of each mention."""
     last = {microbatch: index for index, microbatch in enumerate(mentions)}
     free = [True] * _count_alive(mentions, last, fewest)

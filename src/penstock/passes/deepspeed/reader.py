@@ -39,7 +39,7 @@ _NEEDS = {
 
 @dataclass(frozen=True)
 class Duties:
-    """What a stage does with every microbatch, from the fill of a buffer until the buffer may be filled again."""
+    """The instructions of a stage for every microbatch, from the fill of a buffer until the buffer may be filled again."""
 
     first: bool
     last: bool
@@ -58,7 +58,7 @@ class Duties:
             "BackwardPass": self.training,
             "SendGrad": self.training and not self.first,
         }
-        return tuple(name for name, wanted in steps.items() if wanted)
+        return tuple(name for name, runs in steps.items() if runs)
 
     def explain_absence(self, name: str) -> str:
         """Why the instruction cannot run on this stage; empty if it can."""

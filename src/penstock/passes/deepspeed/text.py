@@ -38,16 +38,16 @@ def parse_streams(text: str, file: str = "stream") -> list[Stream]:
         if (rank := _RANK.fullmatch(line.strip())) and int(rank[1]) == len(streams):
             streams.append([])
         elif streams and (step := _STEP.fullmatch(line)) and int(step[1]) == len(streams[-1]):
-            streams[-1].append([_instruction(call, file, number) for call in filter(None, step[2].split(", "))])
+            streams[-1].append([_read_instruction(call, file, number) for call in filter(None, step[2].split(", "))])
         else:
-            wanted = f"'rank {len(streams)}'" + (f" or step {len(streams[-1])} of rank {len(streams) - 1}" if streams else "")
-            raise FileFormatError(file, f"line {number} is {line.strip()!r}, but {wanted} comes next")
+            expected = f"'rank {len(streams)}'" + (f" or step {len(streams[-1])} of rank {len(streams) - 1}" if streams else "")
+            raise FileFormatError(file, f"line {number} is {line.strip()!r}, but {expected} comes next")
     if not streams:
         raise FileFormatError(file, "the stream is empty: it starts with 'rank 0'")
     return streams
 
 
-def _instruction(text: str, file: str, line: int) -> Instruction:
+def _read_instruction(text: str, file: str, line: int) -> Instruction:
     match = _CALL.fullmatch(text.strip())
     if match is None or match[1] not in (("LoadMicroBatch", *KINDS) if match[2] else CLOSING):
         raise FileFormatError(file, f"line {line}: {text.strip()!r} is not an instruction like ForwardPass(buffer_id=0) or OptimizerStep()")

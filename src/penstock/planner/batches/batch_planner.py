@@ -29,9 +29,11 @@ from penstock.planner.order_search.permutations import PermutationState
 from penstock.planner.plan import Plan
 from penstock.planner.problem import Problem
 from penstock.planner.request import Limit, check_limits
-from penstock.schedules.registry import algorithm
+from penstock.schedules.registry import algorithm, algorithms, parse_name
 from penstock.simulator.simulate import retime, simulate
 from penstock.simulator.timeline import Timeline
+from penstock.text.numbers import format_count
+from penstock.text.options import split_options
 from penstock.text.units import check_count
 
 Batch = TypeVar("Batch")
@@ -146,7 +148,7 @@ class BatchOrder:
     def __repr__(self) -> str:
         gain = self.unplanned / self.objective if self.objective else 1.0
         figures = f"{self.objective:g}, {gain:.2f}x as fast as unplanned"
-        return f"<BatchOrder {self.schedule.name!r}, {len(self.microbatches)} microbatches, {figures}>"
+        return f"<BatchOrder {self.schedule.name!r}, {format_count(len(self.microbatches), 'microbatch')}, {figures}>"
 
 
 class BatchPlanner:
@@ -186,14 +188,15 @@ class BatchPlanner:
             samples = source.microbatch if isinstance(source, Plan) else 1
         self.samples, self.tries = check_count("samples", samples, error=ScheduleError), check_count("tries", tries, 0, error=ScheduleError)
         self.lengths = self._read_shares(sequence, quadratic)
-        self.names = None if schedules is None else tuple(schedules)
+        self.names = None if schedules is None else tuple(map(self._check_name, schedules))
         self._lowered: dict[int, list[_LoweredSchedule]] = {}
         self._fallbacks: dict[int, _LoweredSchedule] = {}
         self._lock = threading.Lock()
         """Held while a batch is planned, because the scratch columns of the loops are shared."""
-        self._check_names()
         count = self.schedule.microbatches
-        _BatchSearch(replace(self.problem, memory_limit=None), self._list_lowered(count), self._slowest, 1).run()  # compiles the loops
+        _BatchSearch(
+            replace(self.problem, memory_limit=None), self._list_lowered(count), self._build_slowest, 1
+        ).run()  # compiles the loops
 
     def _read_shares(self, sequence: int, quadratic: float | Sequence[float]) -> tuple[LengthCosts, ...]:
         """How the time of each stage depends on lengths."""
@@ -203,14 +206,20 @@ class BatchPlanner:
             raise CostsError(f"quadratic has {len(shares)} values for {stages} stages: give one number or one per stage")
         return tuple(LengthCosts(sequence, share) for share in shares)
 
-    def _check_names(self) -> None:
-        known = [schedule.name for schedule in self._list_named(self.schedule.microbatches)]
-        for name in self.names or ():
-            if name not in known:
-                raise ScheduleError(
-                    f"schedule {name!r} is not available on a placement of {self.problem.placement.describe()} with "
-                    f"{self.schedule.microbatches} microbatches: {nearest(name, known)}"
-                )
+    def _check_name(self, text: str) -> str:
+        """The registered name of a schedule that the placement can have."""
+        placement, count = self.problem.placement, self.schedule.microbatches
+        known = [schedule.name for schedule in self._list_named(count)]
+        registered = algorithms().find(split_options(text)[0])
+        if registered not in known:
+            raise ScheduleError(
+                f"schedule {text!r} is not available on a placement of {placement.describe()} with {count} microbatches: "
+                f"{nearest(text, known)}"
+            )
+        for key, value in parse_name(text)[1].items():
+            if (key, value) != ("chunks", placement.chunks):
+                raise ScheduleError(f"schedule {text!r}: {key}={value} differs from the placement, {placement.describe()}")
+        return registered
 
     # Packing ----------------------------------------------------------------------------------------------------------
 
@@ -266,7 +275,7 @@ class BatchPlanner:
         """The same for times and sizes that you know: `costs` with one value per stage and microbatch."""
         with self._lock:
             problem = replace(self.problem, costs=costs, microbatches=microbatches)
-            return _BatchSearch(problem, self._list_lowered(microbatches), self._slowest, self.tries).run()
+            return _BatchSearch(problem, self._list_lowered(microbatches), self._build_slowest, self.tries).run()
 
     def ahead(self, batches: Iterable[Batch], lengths: Callable[[Batch], Any]) -> Iterator[tuple[Batch, BatchOrder]]:
         """Yield each batch with its order, planned in a thread while the caller works on the batch before.
@@ -313,7 +322,7 @@ class BatchPlanner:
             self._lowered[microbatches] = known
         return known
 
-    def _slowest(self, microbatches: int) -> _LoweredSchedule:
+    def _build_slowest(self, microbatches: int) -> _LoweredSchedule:
         """One microbatch after the other, if nothing else fits: no schedule holds less."""
         if microbatches not in self._fallbacks:
             problem = replace(self.problem, microbatches=microbatches)
@@ -386,7 +395,7 @@ class _BatchSearch:
     def _pick_fitting(self, starts: list[TimedOrder], excesses: Mapping[int, float]) -> list[TimedOrder]:
         """The fastest that fit; among equals the fixed order and the source's own schedule are first."""
         ranked = sorted(starts, key=lambda start: start.objective)
-        fitting = (start for start in ranked if not excesses.get(id(start)) and self._excess(start) is None)
+        fitting = (start for start in ranked if not excesses.get(id(start)) and self._find_excess_per_rank(start) is None)
         return list(islice(fitting, _STARTS))
 
     def _pick_repairable(self, starts: list[TimedOrder], excesses: Mapping[int, float], best: float) -> list[TimedOrder]:
@@ -419,7 +428,7 @@ class _BatchSearch:
         orders = {"fixed": range(len(totals)), "ascending": ascending, "descending": ascending[::-1], "pyramid": pyramid}
         return {name: tuple(order) for name, order in orders.items()}
 
-    def _excess(self, timed: TimedOrder) -> Any:
+    def _find_excess_per_rank(self, timed: TimedOrder) -> Any:
         """The memory of each rank over its limit; None if it fits."""
         if timed.fits:
             return None
@@ -457,7 +466,7 @@ class _BatchSearch:
             improved = TimedOrder(lowered, order, retime(lowered.timeline, self.problem.costs.permuted(order)), self.problem)
             if best is not None and improved.objective >= best.objective * (1 - _BETTER):
                 return best
-            excess = self._excess(improved)
+            excess = self._find_excess_per_rank(improved)
             if excess is None:
                 return improved
             self.reserve = self.reserve + excess
@@ -465,7 +474,7 @@ class _BatchSearch:
 
     def _explain_excess(self, starts: list[TimedOrder]) -> PlanError:
         """Of all orders, the one that is least over a limit."""
-        peaks = [(max(self._excess(start)), start) for start in starts]
+        peaks = [(max(self._find_excess_per_rank(start)), start) for start in starts]
         over, nearest_fit = min(peaks, key=lambda pair: pair[0])
         held, limits = nearest_fit.timeline.peak_memory, self.problem.limits
         rank = max(range(len(held)), key=lambda rank: held[rank] - limits[rank])

@@ -1,4 +1,4 @@
-"""What samples cost by their lengths: a part that grows with the length, and a part of attention that grows with its square."""
+"""Costs of samples by their lengths: a part that grows with the length, and a part of attention that grows with its square."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _CHANGES = 500
 
 @dataclass(frozen=True)
 class Packing:
-    """Which samples go into which microbatch."""
+    """The microbatch of each sample."""
 
     groups: tuple[tuple[int, ...], ...]
     """The samples of each microbatch, as indices into the lengths that were packed."""
@@ -121,7 +121,7 @@ class _Packer:
     def run(self) -> Packing:
         best: list[list[int]] | None = None
         bound = self._bound()
-        for start in (self._differencing, self._pack_largest_first, self._pack_fullest_first):
+        for start in (self._pack_by_differencing, self._pack_largest_first, self._pack_fullest_first):
             groups = start() if best is None or self._find_largest(best) > bound * (1 + _CLOSE) else None
             if groups is not None:
                 self._improve(groups, bound * (1 + _CLOSE))
@@ -138,22 +138,22 @@ class _Packer:
                 )
             if complete:
                 bound = self._find_largest(best)
-        groups = sorted((sorted(group) for group in best), key=lambda group: (-self._cost(group), group))
+        groups = sorted((sorted(group) for group in best), key=lambda group: (-self._sum_cost(group), group))
         return Packing(
             groups=tuple(map(tuple, groups)),
             lengths=tuple(tuple(self.lengths[sample] for sample in group) for group in groups),
-            costs=tuple(map(self._cost, groups)),
-            bound=min(bound, max(map(self._cost, groups))),
+            costs=tuple(map(self._sum_cost, groups)),
+            bound=min(bound, max(map(self._sum_cost, groups))),
         )
 
-    def _cost(self, group: Sequence[int]) -> float:
+    def _sum_cost(self, group: Sequence[int]) -> float:
         return math.fsum(self.costs[sample] for sample in group)
 
-    def _tokens(self, group: Sequence[int]) -> int:
+    def _count_tokens(self, group: Sequence[int]) -> int:
         return sum(self.lengths[sample] for sample in group)
 
     def _find_largest(self, groups: Sequence[Sequence[int]]) -> float:
-        return max(map(self._cost, groups))
+        return max(map(self._sum_cost, groups))
 
     def _bound(self) -> float:
         """The mean cost; and among the k * microbatches + 1 most expensive samples, k + 1 are in one microbatch, at best the cheapest."""
@@ -178,7 +178,7 @@ class _Packer:
         return groups
 
     def _pack_fullest_first(self) -> list[list[int]] | None:
-        """Each sample, the longest first, into the fullest microbatch with room: fits where little room is left."""
+        """Each sample, the longest first, into the fullest microbatch with room: fits when little room is left."""
         groups: list[list[int]] = [[] for _ in range(self.count)]
         tokens = [0] * self.count
         for sample in sorted(self.order, key=lambda sample: (-self.lengths[sample], sample)):
@@ -192,7 +192,7 @@ class _Packer:
             empty.append(max(groups, key=len).pop())
         return groups
 
-    def _differencing(self) -> list[list[int]] | None:
+    def _pack_by_differencing(self) -> list[list[int]] | None:
         """Karmarkar and Karp: join the two most uneven partial packings, the expensive groups of one with the cheap ones of the other."""
         heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
         for sample in self.order:
@@ -205,7 +205,7 @@ class _Packer:
             joined.sort(key=lambda part: (-part[0], part[1]))
             heapq.heappush(heap, (joined[-1][0] - joined[0][0], first, joined))
         groups = [group for _, group in heap[0][2]]
-        return groups if all(groups) and all(self._tokens(group) <= self.capacity for group in groups) else None
+        return groups if all(groups) and all(self._count_tokens(group) <= self.capacity for group in groups) else None
 
     # Improvement ------------------------------------------------------------------------------------------------------
 
@@ -216,24 +216,24 @@ class _Packer:
         place_of = np.zeros(len(self.costs), dtype=np.int64)
         for place, group in enumerate(groups):
             place_of[group] = place
-        costs, tokens = np.array(list(map(self._cost, groups))), np.array(list(map(self._tokens, groups)))
+        costs, tokens = np.array(list(map(self._sum_cost, groups))), np.array(list(map(self._count_tokens, groups)))
         for _ in range(_CHANGES):
             high = int(np.argmax(costs))
             if costs[high] <= enough:
                 break
-            mine = np.array(groups[high])
+            samples = np.array(groups[high])
             others = np.flatnonzero(place_of != high)
-            taken = np.concatenate((others, np.full(self.count if len(mine) > 1 else 0, nothing)))
-            places = np.concatenate((place_of[others], np.arange(self.count if len(mine) > 1 else 0)))
-            shift = sample_costs[mine][:, None] - sample_costs[taken]
-            longer = sample_lengths[mine][:, None] - sample_lengths[taken]
+            taken = np.concatenate((others, np.full(self.count if len(samples) > 1 else 0, nothing)))
+            places = np.concatenate((place_of[others], np.arange(self.count if len(samples) > 1 else 0)))
+            shift = sample_costs[samples][:, None] - sample_costs[taken]
+            longer = sample_lengths[samples][:, None] - sample_lengths[taken]
             larger = np.maximum(costs[high] - shift, costs[places] + shift)
             fits = (tokens[places] + longer <= self.capacity) & (tokens[high] - longer <= self.capacity) & (places != high)
             larger = np.where(fits, larger, np.inf)
             best = int(np.argmin(larger))
             if larger.ravel()[best] >= costs[high] * (1 - _EVEN):
                 break
-            sample, other, low = int(mine[best // len(taken)]), int(taken[best % len(taken)]), int(places[best % len(taken)])
+            sample, other, low = int(samples[best // len(taken)]), int(taken[best % len(taken)]), int(places[best % len(taken)])
             groups[high].remove(sample)
             groups[low].append(sample)
             place_of[sample] = low
@@ -242,7 +242,7 @@ class _Packer:
                 groups[high].append(other)
                 place_of[other] = high
             for place in (high, low):
-                costs[place], tokens[place] = self._cost(groups[place]), self._tokens(groups[place])
+                costs[place], tokens[place] = self._sum_cost(groups[place]), self._count_tokens(groups[place])
 
     # Exact search -----------------------------------------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ class _Packer:
             """Place the samples from this one on; returns whether nothing was cut off by the number of nodes."""
             nonlocal above, best, nodes
             if at == len(self.order):
-                best, above = [list(group) for group in groups], max(map(self._cost, groups))
+                best, above = [list(group) for group in groups], max(map(self._sum_cost, groups))
                 return True
             nodes += 1
             if nodes > _NODES:

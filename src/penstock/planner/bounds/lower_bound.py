@@ -12,26 +12,26 @@ import numpy as np
 from penstock.ir.rows import Floats
 from penstock.planner.bounds.rank_bounds import (
     RankTerms,
+    bound_chains,
     bound_first_backward,
     bound_holding,
     bound_one_machine,
-    chains,
+    bound_work,
     list_rank_terms,
-    work,
 )
 from penstock.planner.bounds.solver_bounds import FlowBound, OneRankSolver
 from penstock.planner.bounds.terms import Terms
+from penstock.planner.bounds.whole_numbers import common_unit
 from penstock.planner.budget import SolverBudget
 from penstock.planner.problem import Problem
-from penstock.planner.whole_numbers import common_unit
 
 ROUNDING = 1e-9
 """Relative error of sums of fractions."""
 ON_FLOW = 0.6
 """Share of the budget for the linear programs."""
 QUICK: dict[str, Callable[[RankTerms], float]] = {
-    "work": work,
-    "chains": chains,
+    "work": bound_work,
+    "chains": bound_chains,
     "one machine": bound_one_machine,
     "first backward": bound_first_backward,
     "holding": bound_holding,
@@ -112,9 +112,9 @@ def fits_one_microbatch(terms: Terms) -> bool:
     """
     for copy in terms.copies:
         for rank in set(copy.ranks):
-            mine = list(copy.stages_of(rank))
-            held = _add_slices(copy.activation[mine], copy.slices).cumsum(axis=0)
-            held = held + np.maximum(copy.received[mine], copy.returned[mine])[:, copy.slices - 1 :: copy.slices]
+            stages = list(copy.stages_of(rank))
+            held = _add_slices(copy.activation[stages], copy.slices).cumsum(axis=0)
+            held = held + np.maximum(copy.received[stages], copy.returned[stages])[:, copy.slices - 1 :: copy.slices]
             if held.max() > terms.room[rank]:
                 return False
     return all(room >= 0 for room in terms.room)

@@ -1,7 +1,7 @@
 """A bound for every way to cut a model: any contiguous partition, placement, order and choice of stages to recompute.
 
 It knows layers and ranks, and neither stages nor cuts. Its arguments assume only that each rank holds at least one layer, that
-a rank does one action at a time, and that activations are held from the forward to the backward:
+a rank does one action at a time, and that activations are held from the forward to the backward (see `ir.memory_ledger`):
 
 - *average*: the ranks share the work of all layers. In each copy of the model at most one rank starts with the first layer, one
   more after that layer, and so on, so most ranks are idle at first;
@@ -60,9 +60,9 @@ class OverallBound:
     def bound_one_microbatch(self) -> float:
         back = "i" if self.split else "b"
         if self.slices == 1:
-            return float((self._times("f") + self._times(back)).sum()) + 2 * (self.ranks - 1) * self._hop()
+            return float((self._list_times("f") + self._list_times(back)).sum()) + 2 * (self.ranks - 1) * self._time_hop()
         tokens = self._tokens / self.slices
-        return float((self._time_slice("f", tokens) + self._time_slice(back, tokens)).sum()) + 2 * (self.ranks - 1) * self._hop(tokens)
+        return float((self._time_slice("f", tokens) + self._time_slice(back, tokens)).sum()) + 2 * (self.ranks - 1) * self._time_hop(tokens)
 
     def bound_holding(self) -> float:
         if self.limits is None or self.recompute:
@@ -78,7 +78,7 @@ class OverallBound:
 
     def _bound_held_area(self) -> float:
         """Memory times time that the activations of one microbatch take at least."""
-        forward, back = self._times("f"), self._times("i" if self.split else "b")
+        forward, back = self._list_times("f"), self._list_times("i" if self.split else "b")
         trips = np.cumsum((forward + back)[::-1])[::-1]
         return float((np.array([layer.activation for layer in self.profile.layers]) * trips).sum())
 
@@ -90,9 +90,9 @@ class OverallBound:
         """
         back = ("i",) if self.split else ("i", "w")
         share = min(1.0, self.profile.overlap)
-        held = self._terms("activation", "token")
-        token = share * sum(self._terms(name, "token") for name in ("f", *back))
-        pair = share * sum(self._terms(name, "pair") for name in ("f", *back))
+        held = self._list_terms("activation", "token") + np.array([layer.slices.keys for layer in self.profile.layers if layer.slices])
+        token = share * sum(self._list_terms(name, "token") for name in ("f", *back))
+        pair = share * sum(self._list_terms(name, "pair") for name in ("f", *back))
         passing = token * self._tokens**2 / 2 + pair * self._tokens**3 / 3
         trips = np.cumsum(np.asarray(token)[::-1])[::-1] * self._tokens**2 / self.slices
         return float((held * np.maximum(passing, trips)).sum())
@@ -102,7 +102,7 @@ class OverallBound:
         assert self.profile.tokens is not None
         return self.profile.tokens
 
-    def _terms(self, name: str, term: str) -> Floats:
+    def _list_terms(self, name: str, term: str) -> Floats:
         """A term of the slice cost of every layer."""
         return np.array([getattr(getattr(layer.slices, name), term) for layer in self.profile.layers])
 
@@ -110,27 +110,29 @@ class OverallBound:
         """Least time of a slice of so many tokens on each layer: with nothing before it."""
         if name == "b":
             return self._time_slice("i", tokens) + self._time_slice("w", tokens)
-        times = self._terms(name, "fixed") + self._terms(name, "token") * tokens + self._terms(name, "pair") * tokens**2 / 2
+        times = self._list_terms(name, "fixed") + self._list_terms(name, "token") * tokens + self._list_terms(name, "pair") * tokens**2 / 2
         return np.asarray(min(1.0, self.profile.overlap) * times)
 
     def _time_first(self, name: str) -> Floats:
         """Least time on each layer of what comes first and last of all: a microbatch, or its first slice."""
-        return self._times(name) if self.slices == 1 else self._time_slice(name, self.least_slice)
+        return self._list_times(name) if self.slices == 1 else self._time_slice(name, self.least_slice)
 
-    def _times(self, name: str) -> Floats:
+    def _list_times(self, name: str) -> Floats:
         """Time of a microbatch on each layer, of all its slices together."""
         if name == "b":
-            return self._times("i") + self._times("w")
+            return self._list_times("i") + self._list_times("w")
         # Overlapped actions take this share of their sum, and no action takes less.
         if self.slices > 1:
-            return self._time_slice(name, self._tokens) + min(1.0, self.profile.overlap) * (self.slices - 1) * self._terms(name, "fixed")
+            return self._time_slice(name, self._tokens) + min(1.0, self.profile.overlap) * (self.slices - 1) * self._list_terms(
+                name, "fixed"
+            )
         return min(1.0, self.profile.overlap) * np.array([getattr(layer, name) for layer in self.profile.layers])
 
     @property
     def _all(self) -> Floats:
-        return self._times("f") + self._times("b")
+        return self._list_times("f") + self._list_times("b")
 
-    def _hop(self, tokens: float | None = None) -> float:
+    def _time_hop(self, tokens: float | None = None) -> float:
         """The least time of a message between two ranks, of a slice if its tokens are given."""
         profile = self.profile
         least = min(layer.output for layer in profile.layers) * (1.0 if tokens is None else tokens / self._tokens)
@@ -138,7 +140,7 @@ class OverallBound:
 
     def _bound_before(self, layers: int) -> float:
         """Least idle time of a rank with so many layers before its first one: before its first action and after its last."""
-        hop = self._hop(None if self.slices == 1 else self.least_slice)
+        hop = self._time_hop(None if self.slices == 1 else self.least_slice)
         before = float(self._time_first("f")[:layers].sum()) + layers * hop
         # A split backward leaves weight gradients to run until the end.
         return before if self.split else before + float(self._time_first("b")[:layers].sum()) + layers * hop

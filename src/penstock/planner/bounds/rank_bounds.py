@@ -77,7 +77,7 @@ class RankTerms:
 
     @cached_property
     def work(self) -> float:
-        return sum(float(table[stage].sum()) for at, stage in self.parts for table in _times(self.copies[at]))
+        return sum(float(table[stage].sum()) for at, stage in self.parts for table in _list_times(self.copies[at]))
 
 
 def list_rank_terms(terms: Terms) -> list[RankTerms]:
@@ -103,12 +103,12 @@ def _build_own_span(terms: Terms, rank: int) -> RankTerms:
 # The bounds -----------------------------------------------------------------------------------------------------------
 
 
-def work(rank_terms: RankTerms) -> float:
+def bound_work(rank_terms: RankTerms) -> float:
     """The first microbatch's way to the rank, all work of the rank, and what follows it: a rank does one action at a time."""
     return rank_terms.head + rank_terms.work + rank_terms.after
 
 
-def chains(rank_terms: RankTerms) -> float:
+def bound_chains(rank_terms: RankTerms) -> float:
     """The longest path through the events of the rank: dependencies, messages, one action at a time, and memory to be freed first."""
     keys = [(at, stage, kind) for at, stage in rank_terms.parts for kind in KINDS]
     return max(float((rank_terms.get_early(key) + rank_terms.get_rest(key)).max()) for key in keys)
@@ -132,10 +132,12 @@ def bound_first_backward(rank_terms: RankTerms) -> float:
     """
     best = 0.0
     for at, stage in rank_terms.parts:
-        mine = tuple(own for copy, own in rank_terms.parts if copy == at)
-        others = sum(float(table[own].sum()) for copy, own in rank_terms.parts if copy != at for table in _times(rank_terms.copies[copy]))
+        stages = tuple(own for copy, own in rank_terms.parts if copy == at)
+        others = sum(
+            float(table[own].sum()) for copy, own in rank_terms.parts if copy != at for table in _list_times(rank_terms.copies[copy])
+        )
         until = float(rank_terms.early[at]["gradient"][stage, 0])
-        done = others + _bound_most_before(rank_terms, rank_terms.copies[at], stage, mine)
+        done = others + _bound_most_before(rank_terms, rank_terms.copies[at], stage, stages)
         best = max(best, until + max(0.0, rank_terms.work - done) + rank_terms.after)
     return best
 
@@ -153,15 +155,15 @@ def bound_holding(rank_terms: RankTerms) -> float:
         activation, stash = copy.activation[stage], copy.stash[stage]
         needed += float((activation * (copy.turns[stage] + copy.gradient[stage]) + stash * copy.weight[stage]).sum())
         most = max(most, float(activation.max()), float(stash.max()))
-        filling = max(filling, _rate(activation, copy.forward[stage]))
-        emptying = max(emptying, _rate(activation, copy.gradient[stage]), _rate(stash, copy.weight[stage]))
+        filling = max(filling, _find_rate(activation, copy.forward[stage]))
+        emptying = max(emptying, _find_rate(activation, copy.gradient[stage]), _find_rate(stash, copy.weight[stage]))
     return rank_terms.head + _solve_least_time(needed, rank_terms.room, most, filling, emptying) + rank_terms.after
 
 
 # Their parts ----------------------------------------------------------------------------------------------------------
 
 
-def _times(copy: ModelCopy) -> tuple[Floats, Floats, Floats]:
+def _list_times(copy: ModelCopy) -> tuple[Floats, Floats, Floats]:
     return copy.forward, copy.gradient, copy.weight
 
 
@@ -192,7 +194,7 @@ def _list_labelled(rank_terms: RankTerms) -> Jobs:
             for low in range(stage + 1)
         ]
         rest = np.max(ends, axis=0)
-        forward, gradient, weight = (table[stage] for table in _times(copy))
+        forward, gradient, weight = (table[stage] for table in _list_times(copy))
         jobs.append((head, forward, turn - forward + rest))
         jobs.append((head + turn, gradient, rest - gradient))
         jobs.append((head + turn + gradient, weight, np.full(len(weight), after[rank_terms.rank][stage])))
@@ -224,15 +226,15 @@ def jackson(release: Floats, takes: Floats, tail: Floats) -> float:
     return end
 
 
-def _bound_most_before(rank_terms: RankTerms, copy: ModelCopy, stage: int, mine: tuple[int, ...]) -> float:
+def _bound_most_before(rank_terms: RankTerms, copy: ModelCopy, stage: int, stages: tuple[int, ...]) -> float:
     """The most work of the rank on its stages of this copy before the first gradient of this stage."""
-    below = [own for own in mine if own <= stage]
-    everything = sum(float(copy.forward[own].sum()) for own in mine)
-    everything += sum(float(table[own].sum()) for own in mine if own > stage for table in _times(copy)[1:])
+    below = [own for own in stages if own <= stage]
+    everything = sum(float(copy.forward[own].sum()) for own in stages)
+    everything += sum(float(table[own].sum()) for own in stages if own > stage for table in _list_times(copy)[1:])
     held, value, values = 0.0, 0.0, []
-    for own in mine:
+    for own in stages:
         held += float(copy.least.activation[own, 0]) if own <= stage else 0.0
-        value += sum(float(table[own].max()) for table in (_times(copy) if own > stage else (copy.forward,)))
+        value += sum(float(table[own].max()) for table in (_list_times(copy) if own > stage else (copy.forward,)))
         values.append((value, held))
     if rank_terms.room == math.inf or not values[0][1]:
         return everything
@@ -241,7 +243,7 @@ def _bound_most_before(rank_terms: RankTerms, copy: ModelCopy, stage: int, mine:
     return min(everything, max(value / held for value, held in values) * rank_terms.room)
 
 
-def _rate(sizes: Floats, times: Floats) -> float:
+def _find_rate(sizes: Floats, times: Floats) -> float:
     """The most memory that is taken or freed per time."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return float(np.where(sizes > 0, sizes / times, 0.0).max())

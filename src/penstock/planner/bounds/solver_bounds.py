@@ -32,8 +32,8 @@ from penstock.ir.memory_ledger import LIFETIMES, When, net_changes
 from penstock.ir.rows import Floats
 from penstock.planner.bounds.rank_bounds import ActionKey, RankTerms
 from penstock.planner.bounds.terms import KINDS, NAMES
+from penstock.planner.bounds.whole_numbers import floor_units, unit_for
 from penstock.planner.budget import SolverBudget, solve_within
-from penstock.planner.whole_numbers import floor_units, unit_for
 
 EPSILON = 1e-6
 """Every rule is loosened by this much, so that nothing is infeasible by rounding alone."""
@@ -71,17 +71,17 @@ def list_precedences(rank_terms: RankTerms) -> list[Precedence]:
     """The rank's part of each copy: up over its forwards, down over its gradients, and a weight part after each gradient."""
     order: list[Precedence] = []
     for at in range(len(rank_terms.copies)):
-        copy, mine = rank_terms.copies[at].least, [stage for of, stage in rank_terms.parts if of == at]
-        if not mine:
+        copy, stages = rank_terms.copies[at].least, [stage for of, stage in rank_terms.parts if of == at]
+        if not stages:
             continue
         heads, feet, turns = (table[:, 0].tolist() for table in (copy.heads, copy.feet, copy.turns))
-        for low, high in pairwise(mine):
+        for low, high in pairwise(stages):
             order.append(Precedence((at, low, "forward"), (at, high, "forward"), heads[high] - heads[low]))
-        order.append(Precedence((at, mine[-1], "forward"), (at, mine[-1], "gradient"), turns[mine[-1]]))
-        for high, low in pairwise(mine[::-1]):
+        order.append(Precedence((at, stages[-1], "forward"), (at, stages[-1], "gradient"), turns[stages[-1]]))
+        for high, low in pairwise(stages[::-1]):
             order.append(Precedence((at, high, "gradient"), (at, low, "gradient"), feet[high] - feet[low]))
         gradient, weight = copy.gradient[:, 0].tolist(), copy.weight[:, 0].tolist()
-        order += [Precedence((at, own, "gradient"), (at, own, "weight"), gradient[own]) for own in mine if weight[own] > 0]
+        order += [Precedence((at, own, "gradient"), (at, own, "weight"), gradient[own]) for own in stages if weight[own] > 0]
     return order
 
 
@@ -105,10 +105,10 @@ class LinearProgram:
         self.whole = self.unit is not None and self.step <= self.unit
         self.step = self._step()
         self.steps = math.ceil(self.longest / self.step) + 1
-        self.shift = self._shifts()
+        self.shift = self._find_shifts()
         self.takes = {kind: self.rank_terms.find_least_time(kind) for kind in self.shift}
-        self._columns = {kind: self._samples(kind) for kind in self.shift}
-        self._rise()
+        self._columns = {kind: self._count_samples(kind) for kind in self.shift}
+        self._add_rise()
         self._follow()
         self._work()
         self._hold()
@@ -120,7 +120,7 @@ class LinearProgram:
             return True
         for kind, columns in self._columns.items():
             latest = end - self.rank_terms.get_rest(kind)  # rising: later actions have less to follow
-            begun = np.searchsorted(latest, self._moments(kind) + EPSILON * self.step, side="right").tolist()
+            begun = np.searchsorted(latest, self._list_moments(kind) + EPSILON * self.step, side="right").tolist()
             for column, least in zip(columns, begun, strict=True):
                 if least > column.ub():
                     return False
@@ -146,7 +146,7 @@ class LinearProgram:
         trip = max(float(least.turns[stage, 0] + least.gradient[stage, 0]) for least, stage in copies)
         return trip / math.ceil(trip / self.step) if trip > self.step else self.step
 
-    def _shifts(self) -> dict[ActionKey, float]:
+    def _find_shifts(self) -> dict[ActionKey, float]:
         places: dict[ActionKey, float] = {}
         for pair in self.order:
             if pair.before not in places:
@@ -154,25 +154,25 @@ class LinearProgram:
             places[pair.after] = places[pair.before] + pair.lag
         return {kind: place - math.floor(place / self.step + EPSILON) * self.step for kind, place in places.items()}
 
-    def _samples(self, kind: ActionKey) -> list[Any]:
+    def _count_samples(self, kind: ActionKey) -> list[Any]:
         early = self.rank_terms.get_early(kind)
-        most = np.searchsorted(early, self._moments(kind) + EPSILON * self.step, side="right").tolist()
+        most = np.searchsorted(early, self._list_moments(kind) + EPSILON * self.step, side="right").tolist()
         return [self._solver.NumVar(0.0, float(count), "") for count in most]
 
-    def _moments(self, kind: ActionKey) -> Floats:
+    def _list_moments(self, kind: ActionKey) -> Floats:
         return np.asarray(self.shift[kind] + np.arange(self.steps + 1) * self.step, dtype=np.float64)
 
     def _get_sample(self, kind: ActionKey, index: int) -> Any:
         """A sample; None before the start, when S is 0."""
         return None if index < 0 else self._columns[kind][min(index, self.steps)]
 
-    def _from_above(self, kind: ActionKey, time: float) -> Any:
+    def _sample_from_above(self, kind: ActionKey, time: float) -> Any:
         return self._get_sample(kind, math.ceil((time - self.shift[kind]) / self.step - EPSILON))
 
-    def _from_below(self, kind: ActionKey, time: float) -> Any:
+    def _sample_from_below(self, kind: ActionKey, time: float) -> Any:
         return self._get_sample(kind, math.floor((time - self.shift[kind]) / self.step + EPSILON))
 
-    def _row(self, most: float, terms: list[tuple[float, Any]]) -> None:
+    def _add_row(self, most: float, terms: list[tuple[float, Any]]) -> None:
         """Add the rule that the sum of the terms is at most `most`."""
         row = self._solver.Constraint(-self._solver.infinity(), most + EPSILON)
         sums: dict[int, tuple[float, Any]] = {}
@@ -184,16 +184,18 @@ class LinearProgram:
 
     # The rules --------------------------------------------------------------------------------------------------------
 
-    def _rise(self) -> None:
+    def _add_rise(self) -> None:
         for columns in self._columns.values():
             for before, after in pairwise(columns):
-                self._row(0.0, [(1.0, before), (-1.0, after)])
+                self._add_row(0.0, [(1.0, before), (-1.0, after)])
 
     def _follow(self) -> None:
         for pair in self.order:
             for index in range(self.steps + 1):
                 moment = self.shift[pair.after] + index * self.step
-                self._row(0.0, [(1.0, self._get_sample(pair.after, index)), (-1.0, self._from_above(pair.before, moment - pair.lag))])
+                self._add_row(
+                    0.0, [(1.0, self._get_sample(pair.after, index)), (-1.0, self._sample_from_above(pair.before, moment - pair.lag))]
+                )
 
     def _work(self) -> None:
         """The time spent by each step's end is a column between two sums of samples, and grows by a step at most."""
@@ -202,9 +204,9 @@ class LinearProgram:
             spent = self._solver.NumVar(0.0, self._solver.infinity(), "")
             least, most = self._integrate_spent(index * self.step)
             most = least if self.whole else most
-            self._row(0.0, [*least, (-1.0 / self.step, spent)])
-            self._row(0.0, [(1.0 / self.step, spent), *((-factor, column) for factor, column in most)])
-            self._row(1.0, [(1.0 / self.step, spent), (-1.0 / self.step, before)])
+            self._add_row(0.0, [*least, (-1.0 / self.step, spent)])
+            self._add_row(0.0, [(1.0 / self.step, spent), *((-factor, column) for factor, column in most)])
+            self._add_row(1.0, [(1.0 / self.step, spent), (-1.0 / self.step, before)])
             before = spent
 
     def _integrate_spent(self, moment: float) -> tuple[list[tuple[float, Any]], list[tuple[float, Any]]]:
@@ -228,7 +230,7 @@ class LinearProgram:
         for kind in self._columns:
             if kind[2] == "forward":
                 for index in range(self.steps + 1):
-                    self._row(1.0, self._sum_held(self.shift[kind] + index * self.step, room))
+                    self._add_row(1.0, self._sum_held(self.shift[kind] + index * self.step, room))
         for forward, gradient, most in self.rank_terms.list_waits():
             self._wait(forward, gradient, most)
 
@@ -236,8 +238,8 @@ class LinearProgram:
         """At most `most` forwards are ahead of the gradients."""
         for index in range(self.steps + 1):
             moment = self.shift[forward] + index * self.step
-            ended = self._from_above(gradient, moment - self.takes[gradient])
-            self._row(1.0, [(1.0 / most, self._get_sample(forward, index)), (-1.0 / most, ended)])
+            ended = self._sample_from_above(gradient, moment - self.takes[gradient])
+            self._add_row(1.0, [(1.0 / most, self._get_sample(forward, index)), (-1.0 / most, ended)])
 
     def _sum_held(self, moment: float, room: float) -> list[tuple[float, Any]]:
         terms: list[tuple[float, Any]] = []
@@ -246,9 +248,9 @@ class LinearProgram:
             for (kind, when), size in net_changes(LIFETIMES, sizes).items():
                 key = (at, stage, NAMES[kind])
                 if when is When.START:
-                    terms.append((size, self._from_below(key, moment)))
+                    terms.append((size, self._sample_from_below(key, moment)))
                 elif key in self.takes:  # no stage gains memory at the end of an action: the stash is no larger than the activation
-                    terms.append((size, self._from_above(key, moment - self.takes[key])))
+                    terms.append((size, self._sample_from_above(key, moment - self.takes[key])))
         return terms
 
 

@@ -1,4 +1,8 @@
-"""The terms of every bound: times and sizes that no schedule can undercut, and when the k-th action of each kind can run."""
+"""The terms of every bound: times and sizes that no schedule can undercut, and when the k-th action of each kind can run.
+
+The waits here, and the arguments of `rank_bounds` and `overall`, are closed forms derived from the lifetimes in `ir.memory_ledger`: counts
+and areas, which cannot be read off a list of changes. `solver_bounds` reads the list, and tests compare all of them with the simulator.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +43,7 @@ class ModelCopy:
     weight: Floats
     """Zero if nothing is left to do after the gradient."""
     activation: Floats
+    """What is held from the forward to the gradient, keys and values of slices included."""
     stash: Floats
     travel: Floats
     """Time of the message from the stage before; zero for the first stage and within a rank."""
@@ -106,21 +111,20 @@ class Terms:
 
     @classmethod
     def of(cls, problem: Problem) -> Terms:
-        costs, copies = problem.costs, _model_copies(problem)
+        costs, copies = problem.costs, _list_model_copies(problem)
         reduce, steps = costs.per_stage("reduce", problem.stages), costs.per_rank("optimizer", problem.placement)
         after = tuple(tuple(time + step for time in reduce) for step in steps.tolist())
         room = (
-            limit * (1 + 2 * SLACK) - kept if limit < math.inf else limit
-            for limit, kept in zip(problem.limits, problem.static_memory, strict=True)
+            limit * (1 + 2 * SLACK) - static if limit < math.inf else limit
+            for limit, static in zip(problem.limits, problem.static_memory, strict=True)
         )
         return cls(problem, copies, after, tuple(_find_usable(copies, rank, size) for rank, size in enumerate(room)))
 
 
-def _model_copies(problem: Problem) -> tuple[ModelCopy, ...]:
+def _list_model_copies(problem: Problem) -> tuple[ModelCopy, ...]:
     costs, shape, placed = problem.costs, (problem.stages, problem.units), problem.placement.copies
-    f, i, w, b, activation, stash, output = (
-        costs.table(name, *shape) for name in ("f", "i", "w", "b", "activation", "weight_stash", "output")
-    )
+    f, i, w, b, stash, output = (costs.table(name, *shape) for name in ("f", "i", "w", "b", "weight_stash", "output"))
+    activation = costs.tabulate_held(*shape)
     together = min(1.0, costs.overlap)  # overlapped actions take this share of their sum, and no action takes less
     gradient = np.minimum(i, b) if problem.split else b
     weight = np.minimum(i + w, b) - gradient if problem.split else np.zeros(shape)
@@ -141,9 +145,9 @@ def _find_usable(copies: tuple[ModelCopy, ...], rank: int, room: float) -> float
     """The largest sum of the rank's sizes within the room; the room itself if there are too many sums."""
     sizes: set[float] = set()
     for copy in copies:
-        mine = list(copy.stages_of(rank))
+        stages = list(copy.stages_of(rank))
         for table in (copy.activation, copy.stash, copy.received, copy.returned):
-            sizes.update(table[mine].ravel().tolist())
+            sizes.update(table[stages].ravel().tolist())
     shares = [size / room for size in sizes if size > 0] if 0 < room < math.inf else []
     if not shares or math.prod(1 / share + 1 for share in shares) > _MOST_SUMS:
         return room
@@ -191,12 +195,12 @@ def list_waits(terms: Terms, copy: ModelCopy) -> list[Wait]:
     """
     least, delays = copy.least, []
     for rank in sorted(set(copy.ranks)):
-        mine, room = copy.stages_of(rank), terms.room[rank]
-        for at, first in enumerate(mine if room < math.inf else ()):
-            held = float(least.activation[list(mine[: at + 1]), 0].sum())
-            for second in mine[at:]:
+        stages, room = copy.stages_of(rank), terms.room[rank]
+        for at, first in enumerate(stages if room < math.inf else ()):
+            held = float(least.activation[list(stages[: at + 1]), 0].sum())
+            for second in stages[at:]:
                 message = max(float(least.returned[second, 0]), min(float(least.received[first, 0]), float(least.received[second, 0])))
-                more = float(least.activation[[own for own in mine if first < own <= second], 0].sum()) + message
+                more = float(least.activation[[own for own in stages if first < own <= second], 0].sum()) + message
                 if held > 0 and held * copy.count > room - more:
                     # Room for less than one microbatch was refused before: less than all of its slices is rounding.
                     delays.append(Wait(first, second, max(copy.slices, int((room - more) / held))))
@@ -232,7 +236,7 @@ def find_earliest_starts(terms: Terms, copy: ModelCopy, first: int = 0) -> Event
                     begin = max(begin, down[s])
                 now_g[s] = begin
                 now_w[s] = max(begin + g[s], start_w[k - 1][s] + w[s] if k else 0.0)
-    return _events(start_f, start_g, start_w)
+    return _collect_events(start_f, start_g, start_w)
 
 
 def find_remaining_times(terms: Terms, copy: ModelCopy, only: int | None = None) -> Events:
@@ -265,7 +269,7 @@ def find_remaining_times(terms: Terms, copy: ModelCopy, only: int | None = None)
                     up[s] = hop[s + 1] + max(now_f[s + 1], up[s])
                     follows = max(follows, up[s])
                 now_f[s] = f[s] + follows
-    return _events(rest_f, rest_g, rest_w)
+    return _collect_events(rest_f, rest_g, rest_w)
 
 
 def _group_by_stage(copy: ModelCopy, delays: list[Wait], by_forward: bool) -> list[list[tuple[int, int]]]:
@@ -277,5 +281,5 @@ def _group_by_stage(copy: ModelCopy, delays: list[Wait], by_forward: bool) -> li
     return held
 
 
-def _events(*times: list[list[float]]) -> Events:
+def _collect_events(*times: list[list[float]]) -> Events:
     return {kind: np.array(table).T for kind, table in zip(KINDS, times, strict=True)}

@@ -1,4 +1,4 @@
-"""What the layers of a model take and hold on one GPU in one configuration.
+"""Times and memory of a model's layers on one GPU in one configuration.
 
 Operations and activations are those of `Transformer`, divided among the tensor and context ranks (between blocks, the sequence is shared
 among the tensor ranks too). With e bytes per number, T tokens of a microbatch, h the width, ad and k the widths of queries and keys, g that
@@ -67,7 +67,7 @@ class LayerCosts:
         if chosen.selective:
             activation -= self._kept_scores
             i += scores
-        layer = self._layer(counted, (f, i, matrices), activation)
+        layer = self._build_layer(counted, (f, i, matrices), activation)
         layer = replace(layer, update=self._update_block(counted.parameters / job.transformer.bytes))
         return self._add_vocabulary(layer) if chosen.vocabulary == SPREAD else layer
 
@@ -86,7 +86,7 @@ class LayerCosts:
     def embedding(self) -> Layer:
         machines, counted = self.job.machines, self._counted[0]
         passed = machines.memory_time(2 * counted.output / self._shards) + self._gather_hidden()
-        return self._layer(counted, (passed, passed, 0.0), counted.activation / self._shards, "embedding")
+        return self._build_layer(counted, (passed, passed, 0.0), counted.activation / self._shards, "embedding")
 
     @cached_property
     def head(self) -> Layer:
@@ -95,7 +95,7 @@ class LayerCosts:
         logits = counted.output / number / self._shards
         f = product + machines.memory_time(logits * (2 * number + 12)) + self._gather_hidden()
         i = product + machines.memory_time(logits * (4 + number)) + self._gather_hidden()
-        return self._layer(counted, (f, i, product), counted.activation / self._shards, "head")
+        return self._build_layer(counted, (f, i, product), counted.activation / self._shards, "head")
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -179,7 +179,7 @@ class LayerCosts:
     def _time_gather_over_replicas(self, size: float) -> float:
         return self.job.machines.gather_time(size, self.configuration.replicas, stride=self.configuration.tensor)
 
-    def _layer(self, counted: Layer, times: tuple[float, float, float], activation: float, name: str = "") -> Layer:
+    def _build_layer(self, counted: Layer, times: tuple[float, float, float], activation: float, name: str = "") -> Layer:
         """A layer with these times of F, I and W, with its memory, reduction and update, and the collectives of its sharding."""
         f, i, w = times
         chosen, tensor, sharding = self.configuration, self.configuration.tensor, self.configuration.sharding

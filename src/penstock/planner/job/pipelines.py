@@ -187,7 +187,7 @@ class _BlockShares:
     costs: LayerCosts
     order: Candidate
     moments: Sequence[PeakMoment]
-    """What each rank holds at its peak."""
+    """The memory of each rank at its peak."""
     limits: tuple[float, ...]
     recompute: bool
 
@@ -203,7 +203,7 @@ class _BlockShares:
     def share(self) -> tuple[list[int] | None, float]:
         """Blocks per rank with the fastest slowest rank, and its seconds per microbatch; else None and the bytes over the limit."""
         rows = [self._rows[rank] for rank in range(len(self._stages))]
-        lowest = [sum(not self._ends_in(stage) for stage in stages) for stages in self._stages]
+        lowest = [sum(not self._name_ends(stage) for stage in stages) for stages in self._stages]
         short = [rank for rank, row in enumerate(rows) if len(row) <= lowest[rank]]
         if short or sum(len(row) - 1 for row in rows) < self._blocks:
             return None, self._find_excess()
@@ -236,7 +236,7 @@ class _BlockShares:
         rows = []
         for rank, stages in enumerate(self._stages):
             moment = self.moments[rank]
-            ends = tuple(self._ends_in(stage) for stage in stages)
+            ends = tuple(self._name_ends(stage) for stage in stages)
             key = moment.activations, moment.stashes, moment.other, ends, self.limits[rank]
             if key not in known:
                 known[key] = self._list_rows(rank)
@@ -246,7 +246,7 @@ class _BlockShares:
     def _list_rows(self, rank: int) -> list[tuple[float, tuple[int, ...]]]:
         moment, block, again = self.moments[rank], self.costs.block, self.costs.recomputed_block
         ends = [layer for stage in self._stages[rank] for layer in self._end_layers(stage)]
-        memory, spare = self._memory_of_ends(rank)
+        memory, spare = self._sum_memory_of_ends(rank)
         time, rows, sizes = sum(layer.time for layer in ends), [], [0] * len(self._stages[rank])
         saved = block.activation - again.activation
         neediest = sorted(range(len(sizes)), key=lambda place: -moment.activations[place])
@@ -267,7 +267,7 @@ class _BlockShares:
             rows.append((time + sum(flags) * (again.time - block.time), tuple(flags)))
         return rows
 
-    def _memory_of_ends(self, rank: int) -> tuple[float, float]:
+    def _sum_memory_of_ends(self, rank: int) -> tuple[float, float]:
         """Bytes of a rank without any block, and the largest workspace of its embedding and head."""
         moment, spare, memory = self.moments[rank], 0.0, self.moments[rank].other
         for place, stage in enumerate(self._stages[rank]):
@@ -280,7 +280,7 @@ class _BlockShares:
         """The place of the stage that each further block of a rank goes to: one per empty stage, then the stage with the least time."""
         stages, most = self._stages[rank], min(_MOST_SHARE * math.ceil(self._blocks / len(self._stages)) + 1, self._blocks)
         loads = [sum(layer.time for layer in self._end_layers(stage)) for stage in stages]
-        empty = [place for place, stage in enumerate(stages) if not self._ends_in(stage)]
+        empty = [place for place, stage in enumerate(stages) if not self._name_ends(stage)]
         order: list[int] = []
         for number in range(most):
             place = empty[number] if number < len(empty) else min(range(len(stages)), key=loads.__getitem__)
@@ -293,20 +293,20 @@ class _BlockShares:
         share, layer = self._blocks / len(self._stages), self.costs.recomputed_block if self.recompute else self.costs.block
         over = []
         for rank, moment in enumerate(self.moments):
-            memory, spare = self._memory_of_ends(rank)
+            memory, spare = self._sum_memory_of_ends(rank)
             held, stashed = (sum(counts) / len(counts) for counts in (moment.activations, moment.stashes))
             memory += share * (layer.static + held * layer.activation + stashed * layer.weight_stash) + max(spare, layer.workspace)
             over.append(memory - self.limits[rank])
         return max(*over, 1.0)
 
-    def _ends_in(self, stage: int) -> str:
+    def _name_ends(self, stage: int) -> str:
         """The layer of a stage that is not a block, if there is one; both on a single stage."""
         if self.costs.configuration.vocabulary == SPREAD:
             return ""
         return "embedding " * (stage == 0) + "head" * (stage == self.order.problem.stages - 1)
 
     def _end_layers(self, stage: int) -> list[Layer]:
-        return [getattr(self.costs, name) for name in self._ends_in(stage).split()]
+        return [getattr(self.costs, name) for name in self._name_ends(stage).split()]
 
     def lay_out(self, counts: Sequence[int]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         """Layers per stage and recomputed blocks, from the number of blocks of each rank."""

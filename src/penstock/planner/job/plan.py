@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from os import PathLike
@@ -24,6 +24,7 @@ from penstock.planner.job.job import Job
 from penstock.planner.job.layer_costs import LayerCosts
 from penstock.planner.job.pipelines import SCHEDULES, PipelineTrials, ScheduleTemplates, ScheduleTrial
 from penstock.planner.job.search import ConfigurationSearch, Trial, bound_seconds, list_configurations
+from penstock.planner.named_schedules import list_candidates
 from penstock.planner.profile import Profile
 from penstock.planner.request import SEARCHED, Progress, check_names
 from penstock.simulator.timeline import Timeline
@@ -90,7 +91,7 @@ class JobPlan:
     def proof(self) -> Proof:
         """The proof that the pipeline neither hangs, drops work nor exceeds the memory limit."""
         limits = (self.job.limit,) * self.configuration.pipeline
-        return verify(lower(self.schedule), memory_limit=limits, costs=self.costs)
+        return replace(verify(lower(self.schedule), memory_limit=limits, costs=self.costs), in_bytes=True)
 
     @property
     def seconds(self) -> float:
@@ -229,19 +230,21 @@ def predict_job(job: Job, configuration: Configuration, *, schedule: str = "1f1b
     """
     fields = {name: (value,) for name, value in configuration.to_json().items()}
     chosen = list_configurations(job, fields)[0]
-    templates, limit = ScheduleTemplates(check_names(schedule.partition("{")[0])), None if recompute is None else math.inf
-    trials = PipelineTrials(LayerCosts(job, chosen, bool(recompute)), templates, recompute is None, limit).run()
-    matching = [trial for trial in trials if trial.name == schedule or trial.name.partition("{")[0] == schedule]
-    if not matching:
-        raise PlanError(f"{schedule!r} is none of the schedules for these degrees: {', '.join(trial.name for trial in trials) or 'none'}")
-    best = matching[0]
+    templates, limit = ScheduleTemplates(check_names(schedule)), None if recompute is None else math.inf
+    costs = LayerCosts(job, chosen, bool(recompute))
+    trials = PipelineTrials(costs, templates, recompute is None, limit).run()
+    if not trials:
+        reasons = list_candidates(templates.names, chosen.pipeline, job.transformer.layers + sum(costs.ends))[1]
+        reason = next(iter(reasons.values()), "it does not take this number of microbatches")
+        raise PlanError(f"{schedule!r} does not go with {chosen.describe()}: {reason}")
+    best = trials[0]
     if best.timed is None:
         raise PlanError(
             f"{chosen.describe()} does not fit with {schedule}: {Units('s', True).size(best.excess)} over the limit of a GPU; "
             "with recompute=False or recompute=True it is predicted all the same"
         )
     bound = bound_seconds(LayerCosts(job, chosen), best.timed.microbatches)
-    trial = Trial(chosen, bound, Verdict.FITS, tuple(matching))
+    trial = Trial(chosen, bound, Verdict.FITS, tuple(trials))
     return JobPlan(job, chosen, best, (trial,))
 
 

@@ -14,6 +14,7 @@ from penstock.planner.job.configuration import DIMENSIONS
 from penstock.planner.job.layer_costs import LayerCosts
 from penstock.planner.job.search import Trial
 from penstock.planner.partition.stage_costs import split_layers
+from penstock.text.numbers import format_count
 from penstock.text.table import format_table
 
 if TYPE_CHECKING:
@@ -79,18 +80,18 @@ def _describe_rest(plan: JobPlan, trial: Trial) -> str:
 
 def write_report(plan: JobPlan) -> str:
     """The plan, what each GPU holds, and the other values of each dimension."""
-    parts = [_summary(plan), _schedules(plan), _memory(plan), _list_others(plan)]
+    parts = [_write_summary(plan), _write_schedules(plan), _write_memory(plan), _list_others(plan)]
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
 
 
-def _summary(plan: JobPlan) -> Iterator[str]:
+def _write_summary(plan: JobPlan) -> Iterator[str]:
     chosen, units, machines = plan.configuration, plan.units, plan.job.machines
     degrees = f"pipeline {chosen.pipeline} x data {chosen.data} x tensor {chosen.tensor} x context {chosen.context}"
     yield f"job: {plan.job.transformer.parameters / 1e9:.3g}G parameters on {machines.gpus} GPUs: {degrees}"
     yield f"  {'step':<12} {units.time(plan.seconds)}, {plan.tokens_per_second:,.0f} tokens per second, bubble {plan.predicted.bubble:.1%}"
     yield f"  {'per GPU':<12} {plan.flops_per_gpu / 1e12:.0f} Tflop/s useful, {plan.utilization:.1%} of the peak"
     yield (
-        f"  {'pipeline':<12} {plan.name}, {plan.microbatches} microbatches of {chosen.microbatch}; "
+        f"  {'pipeline':<12} {plan.name}, {format_count(plan.microbatches, 'microbatch')} of {chosen.microbatch}; "
         f"{min(plan.partition)} to {max(plan.partition)} layers per stage"
     )
     blocks = sum(plan.recomputed)
@@ -119,7 +120,7 @@ def _format_counts(counts: tuple[int, ...]) -> str:
     return ", ".join(words)
 
 
-def _schedules(plan: JobPlan) -> Iterator[str]:
+def _write_schedules(plan: JobPlan) -> Iterator[str]:
     """The schedules on the chosen configuration."""
     trial = next(trial for trial in plan.trials if trial.configuration == plan.configuration)
     if len(trial.schedules) < 2:
@@ -138,8 +139,8 @@ def _schedules(plan: JobPlan) -> Iterator[str]:
     yield from format_table(rows, left=(1, 6), indent="  ")
 
 
-def _memory(plan: JobPlan) -> Iterator[str]:
-    """What the GPUs of each pipeline rank hold, with equal ranks joined."""
+def _write_memory(plan: JobPlan) -> Iterator[str]:
+    """The memory of the GPUs of each pipeline rank, with equal ranks joined."""
     placement, units = plan.schedule.placement, plan.units
     layers, costs = split_layers(plan.profile, plan.partition), LayerCosts(plan.job, plan.configuration)
     rows: list[tuple[str, ...]] = []
@@ -168,7 +169,7 @@ def _list_others(plan: JobPlan) -> Iterator[str]:
     counts = Counter(trial.verdict for trial in plan.trials)
     yield (
         f"{len(plan.trials)} configurations: {counts[Verdict.FITS]} timed and fit; {counts[Verdict.OVER]} do not fit; "
-        f"{counts[Verdict.SLOW]} not timed, because their bound is above the best"
+        f"{counts[Verdict.SLOW]} not timed, because the bound is above the best"
     )
     if len(rows) > 1:
         yield ""

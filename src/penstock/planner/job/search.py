@@ -72,9 +72,11 @@ def _enumerate(job: Job, wanted: Mapping[str, Sequence[Any]], reasons: list[str]
     def choose(name: str, usual: Sequence[Any]) -> Sequence[Any]:
         return wanted.get(name, usual)
 
-    tensors = [degree for degree in choose("tensor", _divisors(min(gpus, job.machines.gpus_per_node))) if _is_tensor(job, degree, reasons)]
-    contexts = choose("context", [degree for degree in _divisors(gpus) if degree == 1 or model.sequence // degree >= FEWEST_TOKENS])
-    pipelines = choose("pipeline", [degree for degree in _divisors(gpus) if degree <= model.layers])
+    tensors = [
+        degree for degree in choose("tensor", _list_divisors(min(gpus, job.machines.gpus_per_node))) if _is_tensor(job, degree, reasons)
+    ]
+    contexts = choose("context", [degree for degree in _list_divisors(gpus) if degree == 1 or model.sequence // degree >= FEWEST_TOKENS])
+    pipelines = choose("pipeline", [degree for degree in _list_divisors(gpus) if degree <= model.layers])
     for tensor, context, pipeline in product(tensors, contexts, pipelines):
         taken = f"tensor={tensor} x context={context} x pipeline={pipeline}"
         if model.sequence % (tensor * context):
@@ -97,7 +99,7 @@ def _enumerate(job: Job, wanted: Mapping[str, Sequence[Any]], reasons: list[str]
 def _complete(job: Job, degrees: Configuration, wanted: Mapping[str, Sequence[Any]], reasons: list[str]) -> Iterator[Configuration]:
     """The configurations with these degrees."""
     per_replica = job.batch // degrees.data
-    samples = wanted.get("microbatch", [size for size in _powers(MOST_SAMPLES) if per_replica % size == 0])
+    samples = wanted.get("microbatch", [size for size in _list_powers(MOST_SAMPLES) if per_replica % size == 0])
     sharding = wanted.get("sharding", (1, 2, 3) if degrees.replicas > 1 else (0,))
     vocabulary = wanted.get("vocabulary", (ENDS, SPREAD) if degrees.pipeline > 1 else (ENDS,))
     selective = wanted.get("selective", (False,) if job.transformer.flash else (False, True))
@@ -128,11 +130,11 @@ def _is_tensor(job: Job, degree: int, reasons: list[str]) -> bool:
     return True
 
 
-def _divisors(number: int) -> list[int]:
+def _list_divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _powers(most: int) -> list[int]:
+def _list_powers(most: int) -> list[int]:
     return [2**power for power in range(most.bit_length())]
 
 

@@ -30,7 +30,7 @@ class AnnealState(NamedTuple):
 
     order: Column
     full: Column
-    """Which cells have a full backward."""
+    """The cells with a full backward."""
     best: Column
     best_full: Column
     place: Column
@@ -299,8 +299,8 @@ def _flip(flat: FlatProblem, state: AnnealState, cell: int) -> None:
     stash = 0.0 if whole else flat.stash[cell]
     flat.duration[cells + cell] = flat.full_time[cell] if whole else flat.input_time[cell]
     flat.duration[2 * cells + cell] = 0.0 if whole else flat.weight_time[cell]
-    # The ledger's `net_changes`, which `set_full_backwards` reads, for one cell.
-    flat.keeps[cells + cell] = stash - flat.activation[cell]
+    # As in `set_full_backwards`, for one cell.
+    flat.keeps[cells + cell] = stash - flat.freed[cell]
     flat.keeps[2 * cells + cell] = -stash
 
 

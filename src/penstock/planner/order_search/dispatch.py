@@ -10,7 +10,7 @@ import math
 from typing import NamedTuple
 
 from penstock.planner.order_search.flat_problem import Column, FlatProblem
-from penstock.planner.order_search.timing import ends_weights
+from penstock.planner.order_search.timing import ends_weights, find_backward
 
 
 class DispatchRule(NamedTuple):
@@ -55,7 +55,7 @@ class DispatchState(NamedTuple):
 
 def dispatch(flat: FlatProblem, rule: DispatchRule, order: Column, state: DispatchState, bound: float) -> float:  # noqa: PLR0912, PLR0915 - one flat loop
     """Fill in the order that the rule gives; returns its objective, -1 if one microbatch does not fit, infinite if above the bound."""
-    ranks, stages, microbatches = flat.ranks, flat.stages, flat.microbatches
+    ranks, stages, microbatches, slices = flat.ranks, flat.stages, flat.microbatches, flat.slices
     cells = stages * microbatches
     arrive, forwards, inputs, weights = state.arrive, state.forwards, state.inputs, state.weights
     now, wake, held, under_way, free, at = state.now, state.wake, state.held, state.under_way, state.free, state.at
@@ -85,11 +85,12 @@ def dispatch(flat: FlatProblem, rule: DispatchRule, order: Column, state: Dispat
         top = stage_of[stage_at[rank + 1] - 1]
         for place in range(stage_at[rank], stage_at[rank + 1]):
             stage = stage_of[place]
-            if inputs[stage] < forwards[stage]:
-                node = cells + stage * microbatches + inputs[stage]
+            unit = find_backward(inputs[stage], slices)
+            if unit < forwards[stage]:
+                node = cells + stage * microbatches + unit
                 begin = arrive[node]
                 if begin >= 0:
-                    if held[rank] + keeps[node] > limit[rank]:
+                    if held[rank] + takes[node] + max(keeps[node], 0.0) > limit[rank]:
                         cramped = cramped or begin <= time
                     else:
                         key = base[stages + stage] + pace * inputs[stage]
@@ -118,7 +119,7 @@ def dispatch(flat: FlatProblem, rule: DispatchRule, order: Column, state: Dispat
             if weights[stage] < inputs[stage]:
                 key = base[2 * stages + stage] + pace * weights[stage]
                 if key < weight_key:
-                    weight, weight_key = 2 * cells + stage * microbatches + weights[stage], key
+                    weight, weight_key = 2 * cells + stage * microbatches + find_backward(weights[stage], slices), key
         fills = weight >= 0 and time + duration[weight] * (1 - rule.overrun) <= coming
         node = -1
         if first >= 0:
@@ -151,7 +152,7 @@ def dispatch(flat: FlatProblem, rule: DispatchRule, order: Column, state: Dispat
             under_way[rank] += flat.activation[node]
         elif node < 2 * cells:
             inputs[stage] += 1
-            under_way[rank] -= flat.activation[node - cells]
+            under_way[rank] += flat.opened[node - cells] - flat.freed[node - cells]
             arrive[node + cells] = time
         else:
             weights[stage] += 1
@@ -184,7 +185,7 @@ def dispatch(flat: FlatProblem, rule: DispatchRule, order: Column, state: Dispat
     return objective
 
 
-def _is_safe(flat: FlatProblem, state: DispatchState, rank: int, stage: int) -> bool:
+def _is_safe(flat: FlatProblem, state: DispatchState, rank: int, stage: int) -> bool:  # noqa: PLR0912
     """Whether the rank can finish all microbatches in flight, the oldest first, after one more forward of the stage.
 
     Every waiting W could run first, so only activations count; finishing a microbatch frees what it holds.
@@ -196,25 +197,32 @@ def _is_safe(flat: FlatProblem, state: DispatchState, rank: int, stage: int) -> 
         return True
     if spare < 0:
         return False
+    slices = flat.slices
     oldest, newest = microbatches, 0
     for place in range(stage_at[rank], stage_at[rank + 1]):
         other = stage_of[place]
         count = forwards[other] + (1 if other == stage else 0)
         oldest, newest = min(oldest, inputs[other]), max(newest, count)
-    for microbatch in range(oldest, newest):
+    for begin in range(oldest - oldest % slices, newest, slices):
         more, back = 0.0, 0.0
         for place in range(stage_at[rank], stage_at[rank + 1]):
             other = stage_of[place]
-            size = activation[other * microbatches + microbatch]
-            if microbatch >= forwards[other] + (1 if other == stage else 0):
-                more += size
-            elif microbatch >= inputs[other]:
-                back += size
+            done = forwards[other] + (1 if other == stage else 0)
+            for unit in range(begin, begin + slices):
+                if unit >= done:
+                    more += activation[other * microbatches + unit]
+                else:
+                    back += activation[other * microbatches + unit]
+            for number in range(begin, min(begin + slices, inputs[other])):
+                cell = other * microbatches + find_backward(number, slices)
+                back += flat.opened[cell] - flat.freed[cell]
         highest, holds = more, more
         for place in range(stage_at[rank + 1] - 1, stage_at[rank] - 1, -1):
             other = stage_of[place]
-            if microbatch >= inputs[other]:
-                cell = other * microbatches + microbatch
+            for number in range(max(begin, inputs[other]), begin + slices):
+                cell = other * microbatches + find_backward(number, slices)
+                holds += flat.opened[cell]
+                highest = max(highest, holds)
                 holds += flat.keeps[cells + cell]
                 highest = max(highest, holds)
                 holds += flat.keeps[2 * cells + cell]

@@ -89,12 +89,12 @@ class DispatchRules:
             room = np.where(size > 0, np.asarray(flat.limit)[rank] / size, np.inf)
         return np.minimum(room, flat.microbatches)
 
-    def _counts(self, first: float, last: float) -> Ints:
+    def _draw_counts(self, first: float, last: float) -> Ints:
         """Microbatches of each stage, as shares of what memory holds."""
         share = np.linspace(first, last, self.flat.stages)
-        return np.clip(np.round(self._room * share), 1, self.flat.microbatches).astype(np.int64)
+        return np.clip(np.round(self._room * share), self.flat.slices, self.flat.microbatches).astype(np.int64)
 
-    def _rule(self, base: Floats, counts: Ints, under_way: bool, overrun: float, patience: float) -> DispatchRule:
+    def _build_rule(self, base: Floats, counts: Ints, under_way: bool, overrun: float, patience: float) -> DispatchRule:
         """A rule that limits the microbatches in flight, or the forwards ahead of the first backward."""
         free = np.full(self.flat.stages, self.flat.microbatches, dtype=np.int64)
         return DispatchRule(base, self.pace, counts if under_way else free, free if under_way else counts, overrun, patience)
@@ -102,14 +102,14 @@ class DispatchRules:
     def list_usual(self) -> Iterator[DispatchRule]:
         """The usual rules."""
         for base, depths, under_way, manner in product(self._bases, _DEPTHS, (False, True), _MANNERS):
-            yield self._rule(base, self._counts(*depths), under_way, *manner)
+            yield self._build_rule(base, self._draw_counts(*depths), under_way, *manner)
 
     def draw_rule(self, chance: np.random.Generator) -> DispatchRule:
         """A random rule of the same kind as the usual ones."""
         first = chance.uniform(0.2, 1.3)
-        counts = self._counts(first, first * chance.random())
+        counts = self._draw_counts(first, first * chance.random())
         manner = [float(share) for share in chance.choice(_SHARES, 2)]
-        return self._rule(self._bases[chance.integers(len(self._bases))], counts, bool(chance.random() < 0.3), *manner)
+        return self._build_rule(self._bases[chance.integers(len(self._bases))], counts, bool(chance.random() < 0.3), *manner)
 
     def change(self, rule: DispatchRule, chance: np.random.Generator) -> DispatchRule:
         """The rule with one or two small changes."""
@@ -128,15 +128,15 @@ class DispatchRules:
         return rule._replace(overrun=share) if what < 0.95 else rule._replace(patience=share)
 
     def _change_counts(self, counts: Ints, chance: np.random.Generator) -> Ints:
-        low, high = self._range(chance)
+        low, high = self._draw_range(chance)
         changed = counts.copy()
         changed[low:high] += chance.choice((-1, 1))
-        return np.clip(changed, 1, self.flat.microbatches)
+        return np.clip(changed, self.flat.slices, self.flat.microbatches)
 
     def _change_base(self, base: Floats, chance: np.random.Generator) -> Floats:
         """Shift the priorities of one kind on some stages; or move those of W to soon after its I."""
         stages, changed = self.flat.stages, base.copy()
-        low, high = self._range(chance)
+        low, high = self._draw_range(chance)
         kind = chance.integers(3)
         here = slice(kind * stages + low, kind * stages + high)
         if kind == 2 and chance.random() < 0.5:
@@ -145,7 +145,7 @@ class DispatchRules:
             changed[here] += chance.normal() * self.usual * chance.choice((0.3, 1.0, 3.0, 10.0, 30.0))
         return changed
 
-    def _range(self, chance: np.random.Generator) -> tuple[int, int]:
+    def _draw_range(self, chance: np.random.Generator) -> tuple[int, int]:
         """One stage with probability one half, else several."""
         low = int(chance.integers(self.flat.stages))
         return (low, low + 1) if chance.random() < 0.5 else (low, low + 1 + int(chance.integers(self.flat.stages - low)))
@@ -180,20 +180,20 @@ class RuleSearch:
     def begin(self, most: int = 100_000) -> None:
         """Try the usual rules and some random ones; keep the best with different objectives. None is kept if no rule fits the memory."""
         rules = DispatchRules(self.evaluator.flat)
-        todo = [(rule, full) for rule in rules.list_usual() for full in self._fulls()]
-        todo += [(rules.draw_rule(self.chance), full) for _ in range(_DRAWN) for full in self._fulls()]
-        kept: dict[float, tuple[DispatchRule, Flags]] = {}
+        todo = [(rule, full) for rule in rules.list_usual() for full in self._list_fulls()]
+        todo += [(rules.draw_rule(self.chance), full) for _ in range(_DRAWN) for full in self._list_fulls()]
+        by_objective: dict[float, tuple[DispatchRule, Flags]] = {}
         worst = math.inf
         for index in self.chance.permutation(len(todo))[:most].tolist():
             rule, full = todo[index]
             objective = self._time(rule, full, worst)
-            if 0 <= objective < math.inf and objective not in kept:
-                kept[objective] = rule, full
-                worst = sorted(kept)[_KEPT - 1] if len(kept) >= _KEPT else math.inf
-            if self._is_done(objective) or (self.budget.over and (kept or objective < 0)):
+            if 0 <= objective < math.inf and objective not in by_objective:
+                by_objective[objective] = rule, full
+                worst = sorted(by_objective)[_KEPT - 1] if len(by_objective) >= _KEPT else math.inf
+            if self._is_done(objective) or (self.budget.over and (by_objective or objective < 0)):
                 break
-        for objective in sorted(kept)[:_KEPT]:
-            self._add(*kept[objective])
+        for objective in sorted(by_objective)[:_KEPT]:
+            self._add(*by_objective[objective])
 
     def take_over(self, others: list[RuleTrack]) -> None:
         """Start from the rules of tracks that were found for fewer microbatches."""
@@ -208,7 +208,7 @@ class RuleSearch:
         if objective >= 0:
             self.tracks.append(RuleTrack(rule, full, objective, rule, Order(self.evaluator.last_order, full, objective, "list")))
 
-    def _fulls(self) -> list[Flags]:
+    def _list_fulls(self) -> list[Flags]:
         """All backwards split, all full, or both choices if both can be useful."""
         flat = self.evaluator.flat
         fulls = [np.zeros(self.evaluator.cells, dtype=np.int8)] if flat.is_split else []

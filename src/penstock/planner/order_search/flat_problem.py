@@ -3,6 +3,9 @@
 A *node* is one compute action, numbered `(kind * stages + stage) * microbatches + microbatch`; kind 0 is F, 1 is I and 2 is W.
 A *cell* is a stage and microbatch: a node without its kind. A full backward is an I with its duration and a W that takes no
 time and no memory. An *order* is one array of nodes, rank after rank, cut at the offsets of `FlatProblem.bounds`.
+
+If microbatches are cut into slices, each slice counts as a microbatch. Their forwards come in order on every stage, and so do their
+backwards, but those of a microbatch's slices the other way round: the k-th is that of `timing.find_backward(k, slices)`.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.ir import codes
 from penstock.ir.kind import Kind
-from penstock.ir.memory_ledger import ACTIVATION, WEIGHT_STASH, When, net_changes
+from penstock.ir.memory_ledger import tabulate_kept
 from penstock.ir.rows import Floats, Ints, Rows
 from penstock.ir.schedule import Schedule
 from penstock.planner.problem import SLACK, Problem
@@ -32,6 +35,8 @@ class FlatProblem(NamedTuple):
     ranks: int
     stages: int
     microbatches: int
+    slices: int
+    """How many microbatches in a row are slices of one."""
     rank: Column
     """Rank of each node."""
     duration: Column
@@ -57,7 +62,7 @@ class FlatProblem(NamedTuple):
     full: Column
     """Whether each cell has a full backward."""
     is_alike: bool
-    """Whether all microbatches have the same times and sizes."""
+    """Whether microbatches keep their order on every stage: all have the same times and sizes, or they are slices."""
     is_span: bool
     """Whether the longest rank span counts instead of the makespan."""
     is_split: bool
@@ -68,8 +73,10 @@ class FlatProblem(NamedTuple):
     weight_time: Column
     full_time: Column
     activation: Column
+    opened: Column
+    freed: Column
     stash: Column
-    """Backward times and memory of each cell."""
+    """Backward times of each cell, and its memory: what F takes, what I takes when it starts and frees when it ends, and the stash."""
     bounds: Column
     """First place of each rank in an order, and the number of nodes."""
     stage_at: Column
@@ -83,17 +90,19 @@ class FlatProblem(NamedTuple):
 
 def flatten(problem: Problem, reserve: Sequence[float] = ()) -> FlatProblem:
     """The problem with split backwards if they are allowed; `reserve` is memory to leave free on each rank."""
-    stages, microbatches, costs = problem.stages, problem.microbatches, problem.costs
+    stages, microbatches, costs = problem.stages, problem.units, problem.costs
     tables = {name: costs.table(name, stages, microbatches) for name in ("f", "i", "w", "b", "activation", "weight_stash")}
+    kept = tabulate_kept(costs, stages, microbatches, problem.slices)
     times = np.concatenate([tables[name].ravel() for name in ("f", "i", "w")])
     ranks = problem.placement.ranks_of(*np.indices((stages, microbatches)))
-    before, after = _neighbours(stages, microbatches)
+    before, after = _list_neighbours(stages, microbatches)
     sizes = costs.table("output", stages, microbatches)
     hops = costs.latency + (np.zeros_like(sizes) if costs.bandwidth is None else sizes / costs.bandwidth)
-    travel, link, num_links = _links(problem, ranks, after, hops)
+    travel, link, num_links = _number_links(problem, ranks, after, hops)
     reduce = np.array(costs.per_stage("reduce", stages))
-    held = [problem.placement.stages_of(rank) for rank in range(problem.ranks)]
-    activation, stash = tables["activation"].ravel(), tables["weight_stash"].ravel()
+    stages_of_ranks = [problem.placement.stages_of(rank) for rank in range(problem.ranks)]
+    activation, freed = ((tables["activation"] + more).ravel() for more in (kept.taken, kept.freed))
+    stash = tables["weight_stash"].ravel()
     cells, limits = stages * microbatches, np.array(problem.limits)
     room = np.where(np.isinf(limits), limits, limits * (1 + SLACK)) - np.array(problem.static_memory)
     merges = bool((tables["b"] < tables["i"] + tables["w"]).any() or (stash > activation).any())
@@ -101,6 +110,7 @@ def flatten(problem: Problem, reserve: Sequence[float] = ()) -> FlatProblem:
         ranks=problem.ranks,
         stages=stages,
         microbatches=microbatches,
+        slices=problem.slices,
         rank=np.tile(ranks.ravel(), 3),
         duration=times,
         before=before,
@@ -115,7 +125,7 @@ def flatten(problem: Problem, reserve: Sequence[float] = ()) -> FlatProblem:
         reduce=reduce,
         any_reduce=bool(reduce.any()),
         full=np.zeros(cells, dtype=np.int8),
-        is_alike=all((table == table[:, :1]).all() for table in (*tables.values(), hops)),
+        is_alike=problem.slices > 1 or all((table == table[:, :1]).all() for table in (*tables.values(), *kept, hops)),
         is_span=not problem.barrier,
         is_split=problem.split,
         may_merge=problem.split and merges,
@@ -123,10 +133,12 @@ def flatten(problem: Problem, reserve: Sequence[float] = ()) -> FlatProblem:
         weight_time=tables["w"].ravel(),
         full_time=tables["b"].ravel(),
         activation=activation,
+        opened=kept.opened.ravel(),
+        freed=freed,
         stash=stash,
         bounds=np.concatenate(([0], np.cumsum(np.bincount(np.tile(ranks.ravel(), 3), minlength=problem.ranks)))),
-        stage_at=np.concatenate(([0], np.cumsum([len(stages_of) for stages_of in held]))),
-        stage_of=np.array([stage for stages_of in held for stage in stages_of], dtype=np.int64),
+        stage_at=np.concatenate(([0], np.cumsum([len(stages_of) for stages_of in stages_of_ranks]))),
+        stage_of=np.array([stage for stages_of in stages_of_ranks for stage in stages_of], dtype=np.int64),
         alone=np.zeros(problem.ranks),
         work=np.zeros(problem.ranks),
     )
@@ -137,25 +149,21 @@ def set_full_backwards(flat: FlatProblem, full: Flags) -> FlatProblem:
     """A copy with full backwards in the cells of the mask, and split ones in the others."""
     whole = full.astype(bool)
     stash = np.where(whole, 0.0, flat.stash)
-    zeros = np.zeros(len(full))
     forward = flat.duration[: len(full)]
     backward, weights = np.where(whole, flat.full_time, flat.input_time), np.where(whole, 0.0, flat.weight_time)
     duration = np.concatenate((forward, backward, weights))
-    changes = net_changes((ACTIVATION, WEIGHT_STASH), {"activation": flat.activation, "weight_stash": stash})
-    takes, keeps = (
-        np.concatenate([changes.get((kind, when), zeros) for kind in (Kind.F, Kind.I, Kind.W)]) for when in (When.START, When.END)
-    )
+    zeros = np.zeros(len(full))
     return flat._replace(
         duration=duration,
         full=full.copy(),
-        takes=takes,
-        keeps=keeps,
+        takes=np.concatenate((flat.activation, flat.opened, zeros)),
+        keeps=np.concatenate((zeros, stash - flat.freed, -stash)),
         alone=_find_peak_alone(flat, stash),
         work=flat.closing + np.bincount(flat.rank, weights=duration, minlength=flat.ranks),
     )
 
 
-def _neighbours(stages: int, microbatches: int) -> tuple[Ints, Ints]:
+def _list_neighbours(stages: int, microbatches: int) -> tuple[Ints, Ints]:
     """The nodes before and after each node."""
     node = np.arange(3 * stages * microbatches).reshape(3, stages, microbatches)
     after = np.full_like(node, -1)
@@ -168,7 +176,7 @@ def _neighbours(stages: int, microbatches: int) -> tuple[Ints, Ints]:
     return before, after.ravel()
 
 
-def _links(problem: Problem, ranks: Ints, after: Ints, hops: Floats) -> tuple[Floats, Ints, int]:
+def _number_links(problem: Problem, ranks: Ints, after: Ints, hops: Floats) -> tuple[Floats, Ints, int]:
     """Time and link of each message.
 
     A link is a channel, or several channels that contend for it. Messages of one sender go in its order, as in the simulation;
@@ -191,13 +199,19 @@ def _links(problem: Problem, ranks: Ints, after: Ints, hops: Floats) -> tuple[Fl
 
 def _find_peak_alone(flat: FlatProblem, stash: Floats) -> Floats:
     """Peak memory of one microbatch alone: all its activations on the rank, and the stash of one stage while the others are held."""
-    shape = (flat.stages, flat.microbatches)
-    activation, kept = flat.activation.reshape(shape).max(axis=1), stash.reshape(shape).max(axis=1)
-    most = np.zeros(flat.ranks)
+    shape = (flat.stages, -1, flat.slices)
+    taken, opened, freed, kept = (column.reshape(shape) for column in (flat.activation, flat.opened, flat.freed, stash))
+    whole = taken.sum(axis=2)
+    holds, peak = whole.copy(), whole.copy()
+    for slice_ in reversed(range(flat.slices)):
+        holds += opened[:, :, slice_]
+        peak = np.maximum(peak, holds)
+        holds -= freed[:, :, slice_]
+        peak = np.maximum(peak, holds + kept[:, :, slice_])
+    most, whole, peak = np.zeros(flat.ranks), whole.max(axis=1), peak.max(axis=1)
     for rank in range(flat.ranks):
         stages = flat.stage_of[flat.stage_at[rank] : flat.stage_at[rank + 1]]
-        total = np.cumsum(activation[stages])
-        most[rank] = max((total - activation[stages] + np.maximum(activation, kept)[stages]).max(initial=0.0), 0.0)
+        most[rank] = max((np.cumsum(whole[stages]) - whole[stages] + peak[stages]).max(initial=0.0), 0.0)
     return most
 
 
@@ -221,10 +235,11 @@ def build_schedule(problem: Problem, order: Ints, full: Flags, name: str = "sear
     """The order as a schedule."""
     cells = len(full)
     kind, cell = order // cells, order % cells
-    stage, microbatch = cell // problem.microbatches, cell % problem.microbatches
+    stage, microbatch = cell // problem.units, cell % problem.units
     whole = full[cell] > 0
     code = np.where(kind == 0, int(Kind.F), np.where(kind == 2, int(Kind.W), np.where(whole, int(Kind.B), int(Kind.I))))
-    kept = ~((kind == 2) & whole)
+    stays = ~((kind == 2) & whole)
     ranks = problem.placement.ranks_of(stage, microbatch)
-    entries = codes.pack(stage, code, microbatch)[kept]
-    return Schedule.from_rows(Rows.sorted_by(entries, ranks[kept], problem.ranks), problem.placement, problem.microbatches, name=name)
+    entries = codes.pack(stage, code, microbatch)[stays]
+    rows = Rows.sorted_by(entries, ranks[stays], problem.ranks)
+    return Schedule.from_rows(rows, problem.placement, problem.microbatches, name=name, slices=problem.slices)

@@ -13,7 +13,7 @@ from penstock.planner.order_search.timing import Clock, draw, time_starts
 
 
 class PermutationState(NamedTuple):
-    """Which microbatch is at each position, and what each microbatch takes."""
+    """The microbatch at each position, and the times of each microbatch."""
 
     order: Column
     """The nodes of the schedule, by position."""

@@ -24,6 +24,7 @@ from penstock.planner.order_search.evaluator import Evaluator, Order
 from penstock.planner.order_search.flat_problem import build_schedule, flatten, read_order
 from penstock.planner.order_search.patterns import Pattern, PatternSearch
 from penstock.planner.problem import Problem
+from penstock.text.numbers import format_count
 
 Improved = Callable[[Schedule, float], None]
 
@@ -48,7 +49,7 @@ class SearchResult:
     schedule: Schedule | None
     objective: float
     source: str = ""
-    """What it grew from: `list`, or the name of a schedule."""
+    """Its origin: `list`, or the name of a schedule."""
     rounds: float = 0.0
     """How many orders were timed, a try of a move counted as a part of one."""
     late: bool = False
@@ -104,7 +105,7 @@ class _OrderSearch:
             if self.budget.over and (self.best is not None or self.budget.stop()):
                 return
         if self.best is None:
-            self._add_start(one_at_a_time(self.problem.placement, self.problem.microbatches))
+            self._add_start(one_at_a_time(self.problem.placement, self.problem.microbatches, slices=self.problem.slices))
 
     def _add_start(self, schedule: Schedule) -> None:
         """Consider a schedule; if it fits, local search may start from it."""
@@ -116,9 +117,11 @@ class _OrderSearch:
 
     def _check(self, schedule: Schedule) -> None:
         problem = self.problem
-        if schedule.placement.copies != problem.placement.copies or schedule.microbatches != problem.microbatches:
-            wanted = f"{problem.placement.describe()}, {problem.microbatches} microbatches"
-            raise ScheduleError(f"{schedule!r} cannot begin a search for {wanted}")
+        shape = problem.placement.copies, problem.microbatches, problem.slices
+        if (schedule.placement.copies, schedule.microbatches, schedule.slices) != shape:
+            slices = f" of {problem.slices} slices" if problem.slices > 1 else ""
+            expected = f"{problem.placement.describe()}, {format_count(problem.microbatches, 'microbatch')}{slices}"
+            raise ScheduleError(f"{schedule!r} cannot begin a search for {expected}")
         if not problem.split and schedule.rows.is_kind(Kind.I, Kind.W).any():
             raise ScheduleError(f"{schedule!r} splits its backwards, which the problem does not allow")
 
@@ -126,28 +129,29 @@ class _OrderSearch:
         """List scheduling, patterns, then local search."""
         with self.budget.part(_ON_RULES):
             pool = self._list_schedule() if len(self.problem.placement.copies) == 1 else []
-        evaluator = self._evaluator(self.problem)
+        evaluator = self._get_evaluator(self.problem)
         pool += [replace(order, objective=evaluator.time(order.nodes, order.full)) for order in self.starts]
         pool = _pick_different(pool, 3)
         with self.budget.part(_ON_PATTERNS):
-            repeating = PatternSearch(self.sample, evaluator, self.budget, self.chance).run(self.sampled) if self.sampled else []
+            alike = self.sampled if self.problem.slices == 1 else []  # slices do not repeat: each takes another time
+            repeating = PatternSearch(self.sample, evaluator, self.budget, self.chance).run(alike) if alike else []
         pool += [order for order in _pick_different(repeating, 1) if self._accept(order)]
         LocalSearch(evaluator, self.budget, self.chance, self._accept, lambda: self.over).run(pool)
 
-    def _evaluator(self, problem: Problem) -> Evaluator:
+    def _get_evaluator(self, problem: Problem) -> Evaluator:
         return Evaluator(flatten(problem, self.reserve.tolist()))
 
     def _list_schedule(self) -> list[Order]:
         """Orders by list scheduling that fit."""
         problem = self.problem
-        if problem.memory_limit is not None and np.any(problem.costs.table("output", problem.stages, problem.microbatches)):
+        if problem.memory_limit is not None and np.any(problem.costs.table("output", problem.stages, problem.units)):
             self._leave_room()  # received messages take memory
         return [order for order in self._search_rules() if self._accept(order)]
 
     def _leave_room(self) -> None:
         """Reserve as much memory for received messages as they take in orders of this kind."""
         for _ in range(_ROUNDS):
-            rules = RuleSearch(self._evaluator(self.problem), self.budget, self.chance)
+            rules = RuleSearch(self._get_evaluator(self.problem), self.budget, self.chance)
             rules.begin(_FEW)
             if not rules.orders or self._accept(rules.orders[0]):
                 return
@@ -156,7 +160,7 @@ class _OrderSearch:
     def _search_rules(self) -> list[Order]:
         """Search dispatch rules, with fewer microbatches first if there are many."""
         short = shorten(self.problem)
-        self.sample = self._evaluator(short or self.problem)
+        self.sample = self._get_evaluator(short or self.problem)
         rules = RuleSearch(self.sample, self.budget, self.chance, self.least if short is None else 0.0)
         with self.budget.part(0.4 if short is None else 0.3):
             rules.begin()
@@ -165,7 +169,7 @@ class _OrderSearch:
         self.sampled = rules.orders[:2]
         if short is None:
             return rules.orders
-        whole = RuleSearch(self._evaluator(self.problem), self.budget, self.chance, self.least)
+        whole = RuleSearch(self._get_evaluator(self.problem), self.budget, self.chance, self.least)
         whole.take_over(rules.tracks)
         whole.climb()
         return whole.orders
@@ -196,17 +200,17 @@ def shorten(problem: Problem) -> Problem | None:
     enough = max(12, _ENOUGH * problem.ranks)
     costs = problem.costs
     differ = any(isinstance(value, tuple) and any(isinstance(row, tuple) for row in value) for value in vars(costs).values())
-    if differ or 3 * problem.stages * problem.microbatches < _MANY or problem.microbatches < 1.5 * enough:
+    if differ or problem.slices > 1 or 3 * problem.stages * problem.microbatches < _MANY or problem.microbatches < 1.5 * enough:
         return None
     return replace(problem, microbatches=enough)
 
 
 def _pick_different(orders: list[Order], most: int) -> list[Order]:
     """The best orders without deadlock, each with another objective."""
-    kept: dict[float, Order] = {}
+    by_objective: dict[float, Order] = {}
     for order in sorted(orders, key=lambda order: order.objective):
-        kept.setdefault(order.objective, order)
-    return [order for order in kept.values() if order.objective >= 0][:most]
+        by_objective.setdefault(order.objective, order)
+    return [order for order in by_objective.values() if order.objective >= 0][:most]
 
 
 @cache

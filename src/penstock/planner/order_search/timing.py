@@ -27,6 +27,15 @@ class Clock(NamedTuple):
     left: Column
 
 
+def find_backward(number: int, slices: int) -> int:
+    """The microbatch, or slice, whose backward is the `number`-th on a stage: those of a microbatch's slices descend.
+
+    >>> [find_backward(number, 3) for number in range(6)]
+    [2, 1, 0, 5, 4, 3]
+    """
+    return number + slices - 1 - 2 * (number % slices)
+
+
 def ends_weights(flat: FlatProblem, node: int) -> bool:
     """Whether this backward ends the weight gradient of its cell: a W, or a full backward."""
     cells = flat.stages * flat.microbatches

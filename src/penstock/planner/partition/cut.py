@@ -20,6 +20,7 @@ from penstock.ir.placement import Placement
 from penstock.ir.rows import Floats, Ints
 from penstock.planner.partition.layer_runs import SLACK, Cutting, LayerRuns, PeakMoment, memory_over
 from penstock.planner.profile import Profile
+from penstock.text.numbers import format_count
 
 MOST_CELLS = 2e8
 """Stages times pairs of layers in the dynamic programme; beyond that the load is bisected."""
@@ -62,6 +63,7 @@ def cut_layers(
     moments: Sequence[PeakMoment] = (),
     slack: float = 0.0,
     lengths: Sequence[int] = (),
+    moves: bool = False,
 ) -> LayerCut:
     """Cut the layers into the placement's stages: contiguous, at least one layer per stage.
 
@@ -70,21 +72,23 @@ def cut_layers(
     This is exact if each rank holds one stage, or a stage and its mirror image, and if branch and bound finishes; else cuts are
     shifted while that helps. If nothing fits, the cuts come as near as possible. A stage with `recompute` runs its forward
     again before its backward and keeps only its input. With `slack`, the load may exceed the least one by that share if stages
-    become more even. With `lengths`, sequences are cut into slices of so many tokens.
+    become more even. With `lengths`, sequences are cut into slices of so many tokens. With `moves`, activations may be moved to the host:
+    a rank then need not hold a microbatch in all of its stages.
     """
     flags = (recompute,) * placement.stages if isinstance(recompute, bool) else tuple(recompute)
     if len(profile) < placement.stages:
-        raise PlacementError(f"{len(profile)} layers are too few for {placement.stages} stages: take fewer ranks or chunks")
-    cutting = Cutting(
-        LayerRuns(profile, tuple(lengths)), placement, flags, None if limits is None else tuple(limits), tuple(moments), slack
-    )
-    cuts, exact = _cuts(cutting) if len(profile) > placement.stages else (np.arange(placement.stages + 1), True)
+        raise PlacementError(
+            f"{format_count(len(profile), 'layer')} are too few for {format_count(placement.stages, 'stage')}: take fewer ranks or chunks"
+        )
+    within = None if limits is None else tuple(limits)
+    cutting = Cutting(LayerRuns(profile, tuple(lengths)), placement, flags, within, tuple(moments), slack, moves)
+    cuts, exact = _choose_cuts(cutting) if len(profile) > placement.stages else (np.arange(placement.stages + 1), True)
     row = cuts[None, :]
     excesses = tuple(cutting.excesses(row)[0].tolist())
     return LayerCut(tuple(np.diff(cuts).tolist()), float(cutting.loads(row).max()), exact, excesses)
 
 
-def _cuts(cutting: Cutting) -> tuple[Ints, bool]:
+def _choose_cuts(cutting: Cutting) -> tuple[Ints, bool]:
     placement = cutting.placement
     if len(placement.copies) == 1 and placement.chunks == 1:
         return _cut_chain(cutting), True
@@ -109,7 +113,7 @@ def _cuts(cutting: Cutting) -> tuple[Ints, bool]:
 
 def _cut_chain(cutting: Cutting) -> Ints:
     """The cuts with the least largest load that fit, or with the least largest excess if none fit."""
-    excesses, fitting = zip(*_stage_tables(cutting), strict=True)
+    excesses, fitting = zip(*_build_stage_tables(cutting), strict=True)
     if cutting.stages * cutting.runs.layers**2 > MOST_CELLS:
         cuts = _bisect_load(fitting)
         if cuts is not None:
@@ -122,7 +126,7 @@ def _cut_chain(cutting: Cutting) -> Ints:
     return _minimise([squares[id(time)] for time in fitting], np.add)[0]
 
 
-def _stage_tables(cutting: Cutting) -> Iterator[tuple[Floats, Floats]]:
+def _build_stage_tables(cutting: Cutting) -> Iterator[tuple[Floats, Floats]]:
     """Per stage, the memory of each run of layers over the limit, and its time if it fits; alike stages share their tables."""
     known: dict[object, tuple[Floats, Floats]] = {}
     for stage, recompute in enumerate(cutting.recompute):
@@ -134,7 +138,7 @@ def _stage_tables(cutting: Cutting) -> Iterator[tuple[Floats, Floats]]:
         if key not in known:
             excess = np.zeros_like(cutting.times(stage))
             for moment in moments:
-                held = cutting.runs.sum_held(recompute, *moment.activations, *moment.stashes) + cutting.runs.reserves[recompute]
+                held = cutting.runs.sum_held(recompute, moment.by_stage[0]) + cutting.runs.reserves[recompute]
                 excess = np.maximum(excess, memory_over(held + moment.other, limit))
             known[key] = excess, np.where(excess > 0, np.inf, cutting.times(stage))
         yield known[key]
@@ -270,10 +274,13 @@ def _branch_and_bound(cutting: Cutting, cuts: Ints) -> tuple[Ints, bool]:
 
 
 def _is_nested(placement: Placement) -> bool:
-    """Whether every rank holds two stages, one as far from the start as the other from the end."""
+    """Whether every rank runs two stages, one as far from the start as the other from the end, for one copy each."""
     last = placement.stages - 1
-    return last % 2 == 1 and all(
-        len(placement.stages_of(rank)) == 2 and sum(placement.stages_of(rank)) == last for rank in range(placement.ranks)
+    once = 2 * placement.ranks == placement.stages * len(placement.copies)
+    return (
+        last % 2 == 1
+        and once
+        and all(len(placement.stages_of(rank)) == 2 and sum(placement.stages_of(rank)) == last for rank in range(placement.ranks))
     )
 
 
@@ -318,18 +325,18 @@ class _Nested:
 
     def work(self, load: float) -> float:
         """About how many cells `run` looks at."""
-        return sum(len(self._lengths(pair, load)) for pair in range(self.pairs)) * (self.layers + 1.0) ** 2
+        return sum(len(self._find_lengths(pair, load)) for pair in range(self.pairs)) * (self.layers + 1.0) ** 2
 
-    def _lengths(self, pair: int, load: float) -> list[tuple[int, int]]:
+    def _find_lengths(self, pair: int, load: float) -> list[tuple[int, int]]:
         """Possible numbers of layers of the two stages of a pair."""
         flags = [self.cutting.recompute[stage] for stage in (pair, self.cutting.stages - 1 - pair)]
         least, most = ([self._extremes[again][side] for again in flags] for side in (0, 1))
         fits = least[0][:, None] + least[1][None, :] <= load * (1 + SLACK)
-        fits &= most[0][:, None] + most[1][None, :] >= self._floor(load)
+        fits &= most[0][:, None] + most[1][None, :] >= self._find_floor(load)
         one, other = np.nonzero(fits)
         return [(int(a) + 1, int(b) + 1) for a, b in zip(one, other, strict=True) if a + b + 2 <= self._longest + 1]
 
-    def _floor(self, load: float) -> float:
+    def _find_floor(self, load: float) -> float:
         """The least load of any rank if none is above `load`: the others cannot take more of the total."""
         ranks = self.cutting.placement.ranks
         return ranks * self.cutting.even_load * (1 - SLACK) - (ranks - 1) * load * (1 + SLACK)
@@ -360,8 +367,8 @@ class _Nested:
     def _step(self, pair: int, total: Floats, load: float, squares: bool) -> tuple[Floats, NDArray[np.int32]]:
         size = self.layers + 1
         after, choice = np.full_like(total, np.inf), np.zeros(total.shape, dtype=np.int32)
-        for one, other in self._lengths(pair, load):
-            cost = self._cost(pair, one, other, load, squares)
+        for one, other in self._find_lengths(pair, load):
+            cost = self._find_cost(pair, one, other, load, squares)
             if cost is None:
                 continue
             before = total[: size - one, other:]
@@ -372,12 +379,12 @@ class _Nested:
             choice[one:, : size - other][better] = one * size + other
         return after, choice
 
-    def _cost(self, pair: int, one: int, other: int, load: float, squares: bool) -> Floats | None:
+    def _find_cost(self, pair: int, one: int, other: int, load: float, squares: bool) -> Floats | None:
         """Cost by the first layers of both stages; None if nothing fits."""
         lengths = {pair: one, self.cutting.stages - 1 - pair: other}
         first, second = (np.diagonal(self.cutting.times(stage), length) for stage, length in lengths.items())
         time = first[:, None] + second[None, :]
-        fits = (time <= load * (1 + SLACK)) & (time >= self._floor(load))
+        fits = (time <= load * (1 + SLACK)) & (time >= self._find_floor(load))
         for rank in self._ranks[pair] if self.cutting.limits is not None else ():
             fits &= self._fits_memory(rank, lengths)
         if not fits.any():
@@ -393,8 +400,8 @@ class _Nested:
         reserve = np.maximum(first[:, None], second[None, :])
         fits = np.ones(reserve.shape, dtype=np.bool_)
         for moment in cutting.moments_of(rank):
-            counts = dict(zip(stages, zip(moment.activations, moment.stashes, strict=True), strict=True))
-            held = {stage: np.diagonal(runs.sum_held(cutting.recompute[stage], *counts[stage]), n) for stage, n in lengths.items()}
+            counts = dict(zip(stages, moment.by_stage, strict=True))
+            held = {stage: np.diagonal(runs.sum_held(cutting.recompute[stage], counts[stage]), n) for stage, n in lengths.items()}
             first, second = held.values()
             fits &= memory_over(first[:, None] + second[None, :] + reserve + moment.other, limit) <= 0
         return fits

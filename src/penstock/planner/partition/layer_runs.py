@@ -18,7 +18,7 @@ SLACK = 1e-9
 
 @dataclass(frozen=True)
 class PeakMoment:
-    """What a rank holds at one moment: activations and weight stashes per stage, in the order of `stages_of`, and other memory.
+    """The memory of a rank at one moment: activations and weight stashes per stage, in the order of `stages_of`, and other memory.
 
     Both are counted in microbatches; a slice is a part of one.
     """
@@ -27,6 +27,17 @@ class PeakMoment:
     activations: tuple[float, ...]
     stashes: tuple[float, ...]
     other: float = 0.0
+    kept: tuple[float, ...] = ()
+    """What is kept besides the activations; of as many microbatches as there are activations by default."""
+    kept_gradients: tuple[float, ...] = ()
+    """The sums of its gradients, if microbatches are cut into slices; none by default."""
+
+    @property
+    def by_stage(self) -> list[tuple[float, float, float, float]]:
+        """How many activations, stashes, kept tensors and sums of their gradients each stage holds."""
+        none = (0.0,) * len(self.activations)
+        columns = self.activations, self.stashes, self.kept or self.activations, self.kept_gradients or none
+        return list(zip(*columns, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +47,7 @@ class LayerRuns:
     profile: Profile
     lengths: tuple[int, ...] = ()
     """Tokens of each slice, if sequences are cut into slices; times and sizes are those of a whole microbatch all the same."""
-    _held: dict[tuple[bool, float, float], Floats] = field(default_factory=dict)
+    _held: dict[tuple[bool, tuple[float, float, float, float]], Floats] = field(default_factory=dict)
 
     @cached_property
     def layers(self) -> int:
@@ -67,7 +78,7 @@ class LayerRuns:
         profile, whole = self.profile, self._sum("activation")
         inputs = np.array([profile.input, *(layer.output for layer in profile.layers)])
         kept_outputs = np.array([0.0, *(layer.output * profile.keeps_output for layer in profile.layers[:-1]), 0.0])
-        again = inputs[:, None] + np.broadcast_to(kept_outputs[None, :], whole.shape) + self._sum("kept")
+        again = inputs[:, None] + np.broadcast_to(kept_outputs[None, :], whole.shape)
         return whole + kept_outputs[None, :], again
 
     @cached_property
@@ -75,12 +86,27 @@ class LayerRuns:
         """Memory of the weight stash of one microbatch."""
         return np.asarray(sum(part._stashes for part in self._slices)) if self.lengths else self._sum("weight_stash")
 
-    def sum_held(self, recompute: bool, activations: float, stashes: float) -> Floats:
-        """Memory with that many activations and stashes, parameters included; a recomputed run keeps only its input."""
-        key = recompute, activations, stashes
+    @cached_property
+    def _kept(self) -> Floats:
+        """Memory of what is kept of one microbatch besides its activation."""
+        return np.asarray(sum(part._kept for part in self._slices)) if self.lengths else self._sum("kept")
+
+    @cached_property
+    def _kept_gradients(self) -> Floats:
+        """Memory of the sums of its gradients: of all slices but the last."""
+        parts = [part._sum("kept_gradients") for part in self._slices[:-1]] if self.lengths else []
+        return np.asarray(sum(parts, start=np.zeros((self.layers + 1, self.layers + 1))))
+
+    def sum_held(self, recompute: bool, counts: tuple[float, float, float, float]) -> Floats:
+        """Memory with so many activations, stashes, kept tensors and sums of their gradients, parameters included.
+
+        A recomputed run holds only its input in place of its activation.
+        """
+        key = recompute, counts
         if key not in self._held:
+            activations, stashes, kept, gradients = counts
             held = self._sum("static") + activations * self._activations[recompute] + stashes * self._stashes
-            self._held[key] = np.asarray(held)
+            self._held[key] = np.asarray(held + kept * self._kept + gradients * self._kept_gradients)
         return self._held[key]
 
     @cached_property
@@ -108,6 +134,8 @@ class Cutting:
     moments: tuple[PeakMoment, ...]
     slack: float = 0.0
     """Share by which the load may exceed the least one if that makes stages more even."""
+    moves: bool = False
+    """Whether activations may be moved to the host."""
 
     @property
     def stages(self) -> int:
@@ -128,9 +156,20 @@ class Cutting:
         return float(self.runs.times[False][0, -1]) / self.placement.ranks
 
     def moments_of(self, rank: int) -> list[PeakMoment]:
-        """The moments of a rank: the given ones, and the one with a microbatch in all of its stages, which every schedule has."""
+        """The moments of a rank: the given ones, and the one with a microbatch in all of its stages, which every schedule has.
+
+        With slices, that is when the last of them runs its backward on the rank's last stage, and the gradients of the others begin there.
+        If activations may move, only that of this backward must be there; what slices keep never moves.
+        """
         held = len(self.placement.stages_of(rank))
-        return [PeakMoment(rank, (1,) * held, (0,) * held), *(moment for moment in self.moments if moment.rank == rank)]
+        none, last = (0,) * held, (*(0,) * (held - 1), 1)
+        if self.moves:
+            lengths = self.runs.lengths
+            least = (*none[1:], lengths[-1] / sum(lengths) if lengths else 1)
+            own = PeakMoment(rank, least, none, kept=(1,) * held, kept_gradients=last)
+        else:
+            own = PeakMoment(rank, (1,) * held, none, kept_gradients=last)
+        return [own, *(moment for moment in self.moments if moment.rank == rank)]
 
     def times(self, stage: int) -> Floats:
         """Time of a rank on a stage, for every run of layers."""
@@ -143,8 +182,8 @@ class Cutting:
     def loads(self, cuts: Ints) -> Floats:
         """Time of each rank per microbatch, one row per row of cuts."""
         totals = np.zeros((len(cuts), self.placement.ranks))
-        for rank in range(self.placement.ranks):
-            for stage in self.placement.stages_of(rank):
+        for copy in self.placement.copies:  # a rank may run one stage for several copies
+            for stage, rank in enumerate(copy):
                 totals[:, rank] += self.times(stage)[cuts[:, stage], cuts[:, stage + 1]]
         return totals
 
@@ -156,9 +195,9 @@ class Cutting:
             for moment in self.moments_of(rank):
                 held = np.full(len(cuts), moment.other)
                 reserve = np.zeros(len(cuts))
-                for stage, activations, stashes in zip(stages, moment.activations, moment.stashes, strict=True):
+                for stage, counts in zip(stages, moment.by_stage, strict=True):
                     run = cuts[:, stage], cuts[:, stage + 1]
-                    held += self.runs.sum_held(self.recompute[stage], activations, stashes)[run]
+                    held += self.runs.sum_held(self.recompute[stage], counts)[run]
                     reserve = np.maximum(reserve, self.runs.reserves[self.recompute[stage]][run])
                 totals[:, rank] = np.maximum(totals[:, rank], memory_over(held + reserve, limit))
         return totals

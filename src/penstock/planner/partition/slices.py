@@ -119,8 +119,8 @@ def split_equal_time(time: SliceCost, tokens: int, slices: int, granularity: int
     """
     edges = list_edges(tokens, granularity)
     passed = time.token * edges + time.pair * edges.astype(np.float64) ** 2 / 2
-    wanted = passed[-1] * np.arange(1, slices) / slices
-    return _round_cuts(edges, np.searchsorted(passed, wanted), slices, lambda at: passed[at], wanted)
+    targets = passed[-1] * np.arange(1, slices) / slices
+    return _round_cuts(edges, np.searchsorted(passed, targets), slices, lambda at: passed[at], targets)
 
 
 def split_equally(tokens: int, slices: int, granularity: int = GRANULARITY) -> tuple[int, ...]:
@@ -130,16 +130,16 @@ def split_equally(tokens: int, slices: int, granularity: int = GRANULARITY) -> t
     (256, 256, 256, 256)
     """
     edges = list_edges(tokens, granularity)
-    wanted = tokens * np.arange(1, slices) / slices
-    return _round_cuts(edges, np.searchsorted(edges, wanted), slices, lambda at: edges[at], wanted)
+    targets = tokens * np.arange(1, slices) / slices
+    return _round_cuts(edges, np.searchsorted(edges, targets), slices, lambda at: edges[at], targets)
 
 
-def _round_cuts(edges: Ints, above: Ints, slices: int, value: Callable[[int], float], wanted: Floats) -> tuple[int, ...]:
+def _round_cuts(edges: Ints, above: Ints, slices: int, value: Callable[[int], float], targets: Floats) -> tuple[int, ...]:
     """The lengths if each cut takes the nearer of the two edges around its wanted value, and no slice is empty."""
     if len(edges) - 1 < slices:
         raise ScheduleError(f"a sequence with {len(edges) - 1} places to end a slice cannot be cut into {slices} slices")
     cuts = [0]
-    for place, (high, goal) in enumerate(zip(above.tolist(), wanted.tolist(), strict=True)):
+    for place, (high, goal) in enumerate(zip(above.tolist(), targets.tolist(), strict=True)):
         nearest = high - 1 if high and goal - value(high - 1) <= value(high) - goal else high
         cuts.append(min(max(nearest, cuts[-1] + 1), len(edges) - (slices - place)))
     return tuple(np.diff(edges[[*cuts, len(edges) - 1]]).tolist())

@@ -26,16 +26,16 @@ def reserves(
 ) -> list[float]:
     """Memory that each rank keeps free for running actions: the most that one of its stages needs beyond what it holds.
 
-    That is the workspace of a layer, and for a recomputed stage its activations beyond what it keeps. If the sequence is cut into slices of
+    That is the workspace of a layer, and for a recomputed stage its activations beyond its input. If the sequence is cut into slices of
     these lengths, it is the most of any slice.
     """
     if lengths:
         most = _tabulate_reserves(profile, sizes, recompute, lengths).max(axis=1)
         return [float(max(most[stage] for stage in placement.stages_of(rank))) for rank in range(placement.ranks)]
-    kept = _sum_kept(profile, sizes)
+    inputs = _list_inputs(profile, sizes)
     beyond = [
         max(layer.workspace for layer in run) + (max(sum(layer.activation for layer in run) - kept_input, 0.0) if again else 0.0)
-        for run, kept_input, again in zip(split_layers(profile, sizes), kept, recompute, strict=True)
+        for run, kept_input, again in zip(split_layers(profile, sizes), inputs, recompute, strict=True)
     ]
     return [max(beyond[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
 
@@ -45,15 +45,16 @@ def sliced_stage_costs(  # noqa: PLR0917
 ) -> Costs:
     """The costs of the placement's stages if every sequence is cut into slices of these lengths: one value per stage and slice."""
     once = stage_costs(profile.cut_sequence(lengths)[0], sizes, placement, recompute)
-    sums = {name: _sum_slices(profile, sizes, lengths, name) for name in ("f", "i", "w", "activation", "weight_stash")}
+    names = "f", "i", "w", "activation", "weight_stash", "kept", "kept_gradients"
+    sums = {name: _sum_slices(profile, sizes, lengths, name) for name in names}
     again, last = np.array(recompute)[:, None], np.cumsum(sizes) - 1
     output = profile.tabulate_slices("output", lengths)[last]
-    held = np.where(again, _tabulate_kept(profile, sizes, lengths), sums["activation"])
+    held = np.where(again, _tabulate_inputs(profile, sizes, lengths), sums["activation"])
     if profile.keeps_output:
         held[:-1] += output[:-1]
     values = {**sums, "i": sums["i"] + again * sums["f"], "activation": held, "output": output}
     static = _add_reserves(profile, sizes, placement, reserves(profile, sizes, placement, recompute, lengths))
-    every: dict[str, Any] = {name: np.tile(table, microbatches) for name, table in values.items()}
+    every: dict[str, Any] = {name: np.tile(table, microbatches) if table.any() else 0.0 for name, table in values.items()}
     return replace(once, **every, parameters=static)
 
 
@@ -66,18 +67,17 @@ def _find_first_layers(sizes: Sequence[int]) -> list[int]:
     return [0, *accumulate(sizes[:-1])]
 
 
-def _tabulate_kept(profile: Profile, sizes: Sequence[int], lengths: Sequence[int]) -> Floats:
-    """What each stage holds of each slice if it is recomputed: its input, and what its layers keep in any case."""
+def _tabulate_inputs(profile: Profile, sizes: Sequence[int], lengths: Sequence[int]) -> Floats:
+    """The input of each stage (row) in each slice (column), which is its activation if it is recomputed."""
     assert profile.tokens is not None
     first = profile.input * np.array(lengths) / profile.tokens
-    inputs = np.vstack([first[None, :], profile.tabulate_slices("output", lengths)[np.cumsum(sizes)[:-1] - 1]])
-    return np.asarray(inputs + _sum_slices(profile, sizes, lengths, "kept"))
+    return np.vstack([first[None, :], profile.tabulate_slices("output", lengths)[np.cumsum(sizes)[:-1] - 1]])
 
 
 def _tabulate_reserves(profile: Profile, sizes: Sequence[int], recompute: Sequence[bool], lengths: Sequence[int]) -> Floats:
     """The memory that each stage needs beyond what it holds while it runs each slice."""
     workspace = np.maximum.reduceat(profile.tabulate_slices("workspace", lengths), _find_first_layers(sizes))
-    again = np.maximum(_sum_slices(profile, sizes, lengths, "activation") - _tabulate_kept(profile, sizes, lengths), 0.0)
+    again = np.maximum(_sum_slices(profile, sizes, lengths, "activation") - _tabulate_inputs(profile, sizes, lengths), 0.0)
     return np.asarray(workspace + np.where(np.array(recompute)[:, None], again, 0.0))
 
 
@@ -88,7 +88,7 @@ def stage_costs(profile: Profile, sizes: Sequence[int], placement: Placement, re
     activations; the memory of that second forward is counted with the parameters of the rank's first stage. Two copies of the
     model exchange their gradients at the end, before the reduction over data-parallel replicas and the optimizer step.
     """
-    cut, kept = split_layers(profile, sizes), _sum_kept(profile, sizes)
+    cut, inputs = split_layers(profile, sizes), _list_inputs(profile, sizes)
 
     def sum_layers(name: str) -> tuple[float, ...]:
         return tuple(sum(getattr(layer, name) for layer in run) for run in cut)
@@ -101,12 +101,13 @@ def stage_costs(profile: Profile, sizes: Sequence[int], placement: Placement, re
         w=sum_layers("w"),
         activation=tuple(
             (kept_input if again else whole) + output
-            for whole, kept_input, again, output in zip(held, kept, recompute, kept_output, strict=True)
+            for whole, kept_input, again, output in zip(held, inputs, recompute, kept_output, strict=True)
         ),
         weight_stash=sum_layers("weight_stash"),
+        kept=sum_layers("kept") if any(sum_layers("kept")) else 0.0,
         output=tuple(run[-1].output for run in cut),
         parameters=_add_reserves(profile, sizes, placement, reserves(profile, sizes, placement, recompute)),
-        reduce=_reduction(profile, sum_layers("gradients"), sum_layers("reduction"), len(placement.copies)),
+        reduce=_time_reduction(profile, sum_layers("gradients"), sum_layers("reduction"), len(placement.copies)),
         optimizer=sum_layers("update") if any(sum_layers("update")) else 0.0,
         overlap=profile.overlap,
         contention=profile.contention,
@@ -118,7 +119,7 @@ def stage_costs(profile: Profile, sizes: Sequence[int], placement: Placement, re
     )
 
 
-def _reduction(profile: Profile, gradients: Sequence[float], over_replicas: Sequence[float], copies: int) -> float | tuple[float, ...]:
+def _time_reduction(profile: Profile, gradients: Sequence[float], over_replicas: Sequence[float], copies: int) -> float | tuple[float, ...]:
     """Time of the reduction over replicas, after the exchange between the two copies of the model in one pipeline."""
     if copies == 1:
         return tuple(over_replicas) if any(over_replicas) else 0.0
@@ -127,15 +128,13 @@ def _reduction(profile: Profile, gradients: Sequence[float], over_replicas: Sequ
 
 
 def _add_reserves(profile: Profile, sizes: Sequence[int], placement: Placement, reserve: Sequence[float]) -> tuple[float, ...]:
-    """What each stage holds all the time, with the reserve of each rank added to its first stage."""
+    """Memory that each stage holds all the time, with the reserve of each rank added to its first stage."""
     static = [sum(layer.static for layer in run) for run in split_layers(profile, sizes)]
     for rank, size in enumerate(reserve):
         static[placement.stages_of(rank)[0]] += size
     return tuple(static)
 
 
-def _sum_kept(profile: Profile, sizes: Sequence[int]) -> list[float]:
-    """What each stage holds per microbatch if it is recomputed: its input, and what its layers keep in any case."""
-    cut = split_layers(profile, sizes)
-    inputs = [profile.input, *(run[-1].output for run in cut[:-1])]
-    return [size + sum(layer.kept for layer in run) for size, run in zip(inputs, cut, strict=True)]
+def _list_inputs(profile: Profile, sizes: Sequence[int]) -> list[float]:
+    """The input of each stage, which is its activation if it is recomputed."""
+    return [profile.input, *(run[-1].output for run in split_layers(profile, sizes)[:-1])]

@@ -23,7 +23,7 @@ TIMES = ("f", "i", "w")
 ONCE = ("reduction", "update")
 """Times that count once per step, however many microbatches there are."""
 _OF_VARIANTS = ("microbatch", "input", "layers")
-PER_MICROBATCH = ("f", "i", "w", "activation", "weight_stash", "workspace", "output", "kept")
+PER_MICROBATCH = ("f", "i", "w", "activation", "weight_stash", "workspace", "output", "kept", "kept_gradients")
 """Fields that grow with the microbatch size; those of the parameters do not."""
 
 
@@ -60,9 +60,12 @@ class Layer:
     update: float = 0.0
     """Time of the optimizer step."""
     kept: float = 0.0
-    """The part of the activation that a recomputed stage holds too."""
+    """Held from a microbatch's F to its I besides the activation, also if the stage is recomputed or the activation moves to the host: of a
+    slice, its keys and values."""
+    kept_gradients: float = 0.0
+    """Of a slice, the sum of the gradients of its keys and values."""
     slices: SliceCosts | None = None
-    """What a slice of the sequence takes, if that is known."""
+    """The costs of a slice of the sequence, if they are known."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -71,7 +74,7 @@ class Layer:
         if slices is not None and not isinstance(slices, SliceCosts):
             object.__setattr__(self, "slices", SliceCosts.from_json(slices))
         for field in fields(self)[1:-1]:
-            object.__setattr__(self, field.name, _size(field.name, getattr(self, field.name), text=field.name not in TIMES + ONCE))
+            object.__setattr__(self, field.name, _parse_size(field.name, getattr(self, field.name), text=field.name not in TIMES + ONCE))
 
     @property
     def time(self) -> float:
@@ -92,7 +95,8 @@ class Layer:
         """The layer with the costs of a slice of a sequence of so many tokens in place of those of a microbatch."""
         assert self.slices is not None
         costs = {name: getattr(self.slices, name).at(length, prefix) for name in (*TIMES, "activation", "weight_stash", "workspace")}
-        return replace(self, **costs, output=self.output * length / tokens, kept=self.slices.keys * length, slices=None)
+        kept: dict[str, Any] = {"kept": self.slices.keys * length, "kept_gradients": self.slices.key_gradients * length}
+        return replace(self, **costs, **kept, output=self.output * length / tokens, slices=None)
 
     def to_json(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as plain data."""
@@ -136,7 +140,7 @@ class Profile:
     overlap: float = 1.0
     """Time of two overlapped actions, as a share of the sum of their times."""
     contention: str = "independent"
-    """Which messages share a link, as in `penstock.Costs`."""
+    """The messages that share a link, as in `penstock.Costs`."""
     estimated: bool = False
     """Whether the numbers are computed rather than measured; a plan then leaves some memory free."""
     host_bandwidth: float | None = None
@@ -156,10 +160,10 @@ class Profile:
         if not self.layers or not all(isinstance(layer, Layer) for layer in self.layers):
             raise CostsError("a profile needs at least one layer, each a penstock.Layer")
         for name in ("latency", "input", "host_latency"):
-            object.__setattr__(self, name, _size(name, getattr(self, name), text=name == "input"))
+            object.__setattr__(self, name, _parse_size(name, getattr(self, name), text=name == "input"))
         for name in ("bandwidth", "host_bandwidth"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _size(name, getattr(self, name)))
+                object.__setattr__(self, name, _parse_size(name, getattr(self, name)))
                 if not getattr(self, name):
                     raise CostsError(f"{name} must be more than 0, or left out for unlimited")
         check_count("microbatch", self.microbatch)
@@ -226,9 +230,9 @@ class Profile:
             raise CostsError(f"sequences cannot be cut into slices on this profile: {self.lacks_slices}")
         if any(type(length) is not int or length < 1 for length in lengths) or sum(lengths) != self.tokens:
             raise CostsError(f"slices of {', '.join(map(str, lengths))} tokens do not make up a sequence of {self.tokens}")
-        return tuple(self._slice_at(length, prefix) for length, prefix in zip(lengths, list_prefixes(lengths), strict=True))
+        return tuple(self._find_slice(length, prefix) for length, prefix in zip(lengths, list_prefixes(lengths), strict=True))
 
-    def _slice_at(self, length: int, prefix: int) -> Profile:
+    def _find_slice(self, length: int, prefix: int) -> Profile:
         assert self.tokens is not None
         if (length, prefix) not in self._slices:
             layers = [layer.slice_at(length, prefix, self.tokens) for layer in self.layers]
@@ -244,7 +248,12 @@ class Profile:
             return np.array([layer.output for layer in self.layers])[:, None] * length / self.tokens
         if name not in self._slice_terms:
             slices = [layer.slices for layer in self.layers]
-            costs = [SliceCost(token=each.keys) if name == "kept" else getattr(each, name) for each in slices if each is not None]
+            per_token = {"kept": "keys", "kept_gradients": "key_gradients"}.get(name)
+            costs = [
+                getattr(layer_slices, name) if per_token is None else SliceCost(token=getattr(layer_slices, per_token))
+                for layer_slices in slices
+                if layer_slices is not None
+            ]
             self._slice_terms[name] = [np.array([getattr(cost, term) for cost in costs])[:, None] for term in TERMS]
         fixed, token, pair, before = self._slice_terms[name]
         return np.asarray(fixed + token * length + pair * (length * (prefix + length / 2)) + before * prefix)
@@ -299,7 +308,7 @@ class Profile:
         from penstock.ir.formats.csv_form import write_whole
 
         data = self.to_json()
-        text = json.dumps(data, indent=1) + "\n" if suffix_of(path) == ".json" else toml_text(data)
+        text = json.dumps(data, indent=1) + "\n" if suffix_of(path) == ".json" else write_toml(data)
         write_whole(path, text)
 
     @classmethod
@@ -330,31 +339,31 @@ def _layers_from_json(data: Any) -> Iterable[Layer]:
         yield from [layer] * count
 
 
-def _size(name: str, value: Any, text: bool = True) -> float:
+def _parse_size(name: str, value: Any, text: bool = True) -> float:
     if isinstance(value, str) and not text:
         raise CostsError(f"{name} must be a number, got {value!r}")
     return parse_size(value, name)
 
 
-def toml_text(data: dict[str, Any]) -> str:
+def write_toml(data: dict[str, Any]) -> str:
     """Plain values first, then lists of tables, which may hold such lists themselves."""
-    return "\n".join(_toml_lines(data, "")) + "\n"
+    return "\n".join(_write_toml_lines(data, "")) + "\n"
 
 
-def _toml_lines(data: dict[str, Any], prefix: str) -> Iterator[str]:
+def _write_toml_lines(data: dict[str, Any], prefix: str) -> Iterator[str]:
     tables = {name: value for name, value in data.items() if isinstance(value, list)}
     for name, value in data.items():
         if name not in tables:
-            yield f"{name} = {_toml_value(value)}"
+            yield f"{name} = {_write_toml_value(value)}"
     for name, rows in tables.items():
         for row in rows:
             yield ""
             yield f"[[{prefix}{name}]]"
-            yield from _toml_lines(row, f"{prefix}{name}.")
+            yield from _write_toml_lines(row, f"{prefix}{name}.")
 
 
-def _toml_value(value: Any) -> str:
+def _write_toml_value(value: Any) -> str:
     """A plain value, or a table in one line."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name} = {_toml_value(inner)}" for name, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{name} = {_write_toml_value(inner)}" for name, inner in value.items()) + "}"
     return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""What a slice of the sequence takes on a layer, from its length and from the tokens before it, and how that is fitted to measurements.
+"""Costs of a slice of the sequence on a layer, from its length and the tokens before it, and how they are fitted to measurements.
 
 A slice of n tokens after a prefix of p costs
 
@@ -31,6 +31,9 @@ TIME_TERMS = TERMS[:3]
 """Terms of a time."""
 _TIMES = ("f", "i", "w")
 _COSTS = (*_TIMES, "activation", "weight_stash", "workspace")
+_PER_TOKEN = ("keys", "key_gradients")
+SUM_BYTES = 4
+"""Gradients of keys and values with fewer bytes per number are summed over slices in so many."""
 
 
 @dataclass(frozen=True)
@@ -67,19 +70,22 @@ class SliceCost:
 
 @dataclass(frozen=True, kw_only=True)
 class SliceCosts:
-    """What a slice takes on one layer. A `SliceCost` may be given as a table of its terms, as it is written in files."""
+    """The costs of a slice on one layer. A `SliceCost` may be given as a table of its terms, as it is written in files."""
 
     f: SliceCost
     i: SliceCost
     w: SliceCost
     activation: SliceCost = SliceCost()
-    """Held from a slice's F to its I, with its keys and values, which later slices read, and the room for their gradients."""
+    """Held from a slice's F to its I, without its keys and values."""
     weight_stash: SliceCost = SliceCost()
     """Held from a slice's I to its W."""
     workspace: SliceCost = SliceCost()
     """Extra memory while one of its actions runs."""
     keys: float = 0.0
-    """The part of the activation per token that a recomputed slice holds too: keys and values, and the room for their gradients."""
+    """Keys and values per token, which later slices read. Held on the device until the backward of the first slice, also if the slice is
+    recomputed or its activation is moved to the host."""
+    key_gradients: float = 0.0
+    """The sum of their gradients per token, which the backwards of later slices add to."""
     error: float = 0.0
     """The largest difference between a measured time of F, I and W together and the fitted one, as a share of the measured time."""
 
@@ -93,17 +99,17 @@ class SliceCosts:
                 object.__setattr__(self, name, SliceCost(**value))
             except CostsError as error:
                 raise CostsError(f"{name} of a slice: {error}") from None
-        for name in ("keys", "error"):
+        for name in (*_PER_TOKEN, "error"):
             object.__setattr__(self, name, parse_size(getattr(self, name), name))
 
     def scaled(self, factor: float) -> SliceCosts:
         """The same layer at a microbatch size `factor` times as large, assuming proportional growth."""
         costs: dict[str, Any] = {name: getattr(self, name).scaled(factor) for name in _COSTS}
-        return replace(self, **costs, keys=factor * self.keys)
+        return replace(self, **costs, **{name: factor * getattr(self, name) for name in _PER_TOKEN})
 
     def to_json(self) -> dict[str, Any]:
         costs = {name: getattr(self, name).to_json() for name in _COSTS}
-        numbers = {name: getattr(self, name) for name in ("keys", "error") if getattr(self, name)}
+        numbers = {name: getattr(self, name) for name in (*_PER_TOKEN, "error") if getattr(self, name)}
         return {name: value for name, value in costs.items() if value or name in _TIMES} | numbers
 
     @classmethod

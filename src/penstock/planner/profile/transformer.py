@@ -1,7 +1,7 @@
 """The profile of a transformer from its size alone.
 
 With b samples per microbatch, s tokens each, T = bs; h the width, a heads of d numbers each, k the width of all keys (less than ad where
-several heads share them), g the width of the feed-forward part and n its matrices (3 where it is gated, else 2), V the vocabulary, e the
+several heads share them), g the width of the feed-forward part and n its matrices (3 if it is gated, else 2), V the vocabulary, e the
 bytes of a number. A matrix product counts 2 operations for each of its terms; everything else (norms, additions, look-ups) is free.
 
     linear maps    2T (2h ad + 2hk + n hg)       attention    4bs^2 ad, and half of that if it is causal and flash skips what is masked;
@@ -20,8 +20,9 @@ With `key_rank`, keys and values are compressed to that many numbers per token a
 as in DeepSeek-V3), queries to `query_rank`.
 
 A slice of n tokens after p others takes n/s of the linear maps and (2 p n + n^2) / s^2 of the attention, in I as in F; W has no attention.
-It holds n/s of the activation, and 2 e b n k more for the gradients of its keys and values, which later slices add to. This needs causal
-attention and flash: other attention looks ahead, or holds scores that grow with the prefix.
+It holds n/s of the activation. Keys and values, e b n 2k of that (with `key_rank` those of all heads, and the positions with each key), are
+kept until the backward of the first slice; the gradients that later slices add to them take 4 b n 2k more, or e b n 2k if e is more than 4.
+This needs causal attention and flash: other attention looks ahead, or holds scores that grow with the prefix.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ from typing import Any
 from penstock.errors import CostsError
 from penstock.ir.formats.reading import check_record
 from penstock.planner.profile.profile import Layer, Profile
-from penstock.planner.profile.slices import SliceCost, SliceCosts
-from penstock.text.units import check_count, parse_size
+from penstock.planner.profile.slices import SUM_BYTES, SliceCost, SliceCosts
+from penstock.text.units import check_count, check_number, parse_size
 
 _BANDWIDTHS = ("bandwidth", "expert_bandwidth", "data_bandwidth", "memory_bandwidth")
-_SIZES = ("flops", "latency", "overhead", "bytes", "gradient_bytes", "optimizer_bytes", *_BANDWIDTHS)
+_RATE = "the number of operations per second that a device reaches in practice: write a number above 0, like flops=400e12"
+_SIZES = ("latency", "overhead", "bytes", "gradient_bytes", "optimizer_bytes", *_BANDWIDTHS)
 _ATTENTION = ("heads", "kv_heads", "head_size", "query_rank", "key_rank")
 _COUNTS = (*_ATTENTION, "layers", "hidden", "sequence", "vocabulary", "ffn", "expert_ffn", "experts_per_token", "expert_parallel", "data")
 _OR_NONE = ("rope", "experts", "shared_experts", "dense_layers")
@@ -123,8 +125,14 @@ class Transformer:
                 object.__setattr__(self, name, parse_size(getattr(self, name), name))
                 if name in _BANDWIDTHS and not getattr(self, name):
                     raise CostsError(f"{name} must be more than 0, or left out for unlimited")
-        if not sizes or not self.flops:
-            raise CostsError(f"flops={self.flops:g}, microbatch={list(sizes)}: both are needed, and flops must be more than 0")
+        if not sizes:
+            raise CostsError("microbatch is empty: give the samples per microbatch, or several sizes to choose from")
+        try:
+            object.__setattr__(self, "flops", check_number("flops", self.flops))
+        except CostsError:
+            raise CostsError(f"flops={self.flops}: flops is {_RATE}") from None
+        if not self.flops:
+            raise CostsError(f"flops=0: flops is {_RATE}")
         self._check_heads()
 
     def _check_heads(self) -> None:
@@ -144,7 +152,11 @@ class Transformer:
     @classmethod
     def from_fields(cls, values: Mapping[str, Any]) -> Transformer:
         """Build from field values by name; an unknown name is refused with the nearest known ones."""
-        return cls(**check_record(dict(values), cls, "a transformer", error=CostsError))
+        try:
+            checked = check_record(dict(values), cls, "a transformer", error=CostsError)
+        except CostsError as error:
+            raise (error if "flops" in values else CostsError(f"{error}; flops is {_RATE}")) from None
+        return cls(**checked)
 
     @property
     def _can_be_sliced(self) -> bool:
@@ -183,7 +195,7 @@ class Transformer:
     def _has_experts(self, place: int) -> bool:
         return self.experts > 0 and place >= self.dense_layers
 
-    def _attention_maps(self) -> list[tuple[int, int]]:
+    def _list_attention_maps(self) -> list[tuple[int, int]]:
         """The linear maps around attention, as (rows, columns)."""
         hidden, width, keys = self.hidden, self._head * self.heads, self._head * (self.kv_heads or self.heads)
         queries = self.heads * (self._head + (self.rope if self.key_rank else 0))
@@ -196,7 +208,7 @@ class Transformer:
 
     def _block_parameters(self, place: int) -> int:
         """Parameters of a block, over all devices that share its experts."""
-        maps = sum(rows * columns for rows, columns in self._attention_maps())
+        maps = sum(rows * columns for rows, columns in self._list_attention_maps())
         norms = 2 * self.hidden + (self.query_rank or 0) + (self.key_rank or 0)
         if not self._has_experts(place):
             return maps + norms + self._matrices * self.hidden * self._ffn
@@ -209,7 +221,7 @@ class Transformer:
 
     def matrices(self) -> list[tuple[int, int]]:
         """Rows and columns of the matrices of a dense block, as optimizers that work on whole matrices see them."""
-        return [*self._attention_maps(), *[(self.hidden, self._ffn)] * (self._matrices - 1), (self._ffn, self.hidden)]
+        return [*self._list_attention_maps(), *[(self.hidden, self._ffn)] * (self._matrices - 1), (self._ffn, self.hidden)]
 
     @property
     def feed_forward(self) -> int:
@@ -230,27 +242,27 @@ class Transformer:
         return replace(links, time_unit="s", size_unit="B", source=source, estimated=True, tokens=tokens)
 
     def _profile_at(self, size: int) -> Profile:
-        layers = [self._embedding(size), *(self._block(size, place) for place in range(self.layers)), self._build_last(size)]
+        layers = [self._build_embedding(size), *(self._block(size, place) for place in range(self.layers)), self._build_last(size)]
         return Profile(layers, microbatch=size, input=8.0 * size * self.sequence)
 
-    def _layer(self, operations: tuple[float, float, float], parameters: int, name: str, **held: float) -> Layer:
+    def _build_layer(self, operations: tuple[float, float, float], parameters: int, name: str, **held: float) -> Layer:
         f, i, w = (count / self.flops + self.overhead for count in operations)
-        slices = self._slice_costs((f, i, w), held) if self._can_be_sliced else None
+        slices = self._build_slice_costs((f, i, w), held) if self._can_be_sliced else None
         kept = {
             "parameters": parameters * self.bytes,
             "gradients": parameters * self.gradient_bytes,
             "optimizer": parameters * self.optimizer_bytes,
         }
-        once = {"reduction": self._reduction(parameters), "update": self._update(parameters)}
+        once = {"reduction": self._time_reduction(parameters), "update": self._update(parameters)}
         return Layer(name=name, f=f, i=i, w=w, slices=slices, **once, **kept, **held)
 
-    def _slice_costs(self, times: tuple[float, float, float], held: Mapping[str, float]) -> SliceCosts:
+    def _build_slice_costs(self, times: tuple[float, float, float], held: Mapping[str, float]) -> SliceCosts:
         """A slice of a layer without attention: its tokens' share, after the overhead."""
         f, i, w = (SliceCost(self.overhead, (time - self.overhead) / self.sequence) for time in times)
         sizes: dict[str, Any] = {name: SliceCost(token=held[name] / self.sequence) for name in ("activation", "weight_stash")}
         return SliceCosts(f=f, i=i, w=w, **sizes)
 
-    def _reduction(self, parameters: int) -> float:
+    def _time_reduction(self, parameters: int) -> float:
         """Seconds of a ring all-reduce of the gradients: 2 (d - 1) / d of them pass each link."""
         if self.data_bandwidth is None or self.data == 1:
             return 0.0
@@ -262,20 +274,20 @@ class Transformer:
             return 0.0
         return parameters * (self.gradient_bytes + 2 * self.optimizer_bytes + self.bytes) / self.memory_bandwidth
 
-    def _embedding(self, size: int) -> Layer:
+    def _build_embedding(self, size: int) -> Layer:
         tokens = size * self.sequence
         out = self.bytes * tokens * self.hidden
         held = {"activation": 8.0 * tokens, "weight_stash": 8.0 * tokens + out, "output": out}
-        return self._layer((0, 0, 0), self.vocabulary * self.hidden, "embedding", **held)
+        return self._build_layer((0, 0, 0), self.vocabulary * self.hidden, "embedding", **held)
 
     def _block(self, size: int, place: int) -> Layer:
         tokens, hidden, width = size * self.sequence, self.hidden, self._head * self.heads
-        maps = self._attention_maps()
+        maps = self._list_attention_maps()
         passed = self._list_passed_widths(place)
         linear = 2 * tokens * (sum(rows * columns for rows, columns in maps) + self._matrices * hidden * sum(passed))
         if self._has_experts(place):
             linear += 2 * tokens * hidden * self.experts
-        attention = self._attention(tokens)
+        attention = self._count_attention(tokens)
         inputs = {rows if rows != hidden else "hidden": rows for rows, _ in maps[:-1]}  # maps of the same input share it
         outputs = sum(columns for _, columns in maps)
         around = (4 if self.gated else 2) * sum(passed)
@@ -286,7 +298,7 @@ class Transformer:
         stashed = sum(inputs.values()) + width + outputs + 2 * len(passed) * hidden + (3 if self.gated else 2) * sum(passed)
         memory = {"activation": held, "weight_stash": self.bytes * tokens * stashed, "output": self.bytes * tokens * hidden}
         operations = linear + attention, linear + (2.5 if self.flash else 2.0) * attention, linear
-        layer = self._layer(operations, self._count_kept_parameters(place), f"block {place}", **memory)
+        layer = self._build_layer(operations, self._count_kept_parameters(place), f"block {place}", **memory)
         exchanged = self._exchange(tokens) if self._has_experts(place) else 0.0
         slices = layer.slices and self._add_attention(layer.slices, size, attention, exchanged)
         return replace(layer, f=layer.f + exchanged, i=layer.i + exchanged, slices=slices)
@@ -294,8 +306,7 @@ class Transformer:
     def _add_attention(self, slices: SliceCosts, size: int, attention: float, exchanged: float) -> SliceCosts:
         """Turn the attention's part of a slice, so far a share per token, into one per pair of tokens, and add the exchange of experts.
 
-        The sequence has half the square of its tokens as pairs. Keys and values are part of the activation, the room for their gradients
-        comes on top.
+        The sequence has half the square of its tokens as pairs. Keys and values, so far part of the activation, are counted apart from it.
         """
         whole, exchange = attention / self.flops, SliceCost(token=exchanged / self.sequence)
 
@@ -303,9 +314,11 @@ class Transformer:
             token = max(cost.token - passes * whole / self.sequence, 0.0)
             return replace(cost, token=token, pair=2 * passes * whole / self.sequence**2) + exchange
 
-        keys = self.bytes * size * 2 * self._head * (self.heads if self.key_rank else self.kv_heads or self.heads)
-        activation = slices.activation + SliceCost(token=keys)
-        return replace(slices, f=move(slices.f, 1.0), i=move(slices.i, 2.5), activation=activation, keys=2 * keys)
+        within = size * 2 * self._head * (self.heads if self.key_rank else self.kv_heads or self.heads)
+        numbers = within + (size * self.heads * self.rope if self.key_rank else 0)  # positions are copied into the key of every head
+        activation = replace(slices.activation, token=slices.activation.token - self.bytes * within)
+        sizes: dict[str, Any] = {"keys": self.bytes * numbers, "key_gradients": max(self.bytes, SUM_BYTES) * numbers}
+        return replace(slices, f=move(slices.f, 1.0), i=move(slices.i, 2.5), activation=activation, **sizes)
 
     def _list_passed_widths(self, place: int) -> list[int]:
         """Widths of the feed-forward parts that one token passes in a block."""
@@ -313,7 +326,7 @@ class Transformer:
             return [self._ffn]
         return [self.expert_ffn or self._ffn] * (self.experts_per_token + self.shared_experts)
 
-    def _attention(self, tokens: int) -> float:
+    def _count_attention(self, tokens: int) -> float:
         """Forward operations of both attention products: queries with keys, and scores with values."""
         sizes = 2 * self._head + (self.rope if self.key_rank else 0)
         whole = 2.0 * tokens * self.sequence * self.heads * sizes
@@ -341,4 +354,4 @@ class Transformer:
         logits = self.bytes * tokens * self.vocabulary
         maps_input = self.bytes * tokens * self.hidden
         held = {"activation": 2 * maps_input + logits, "weight_stash": maps_input + logits, "output": logits}
-        return self._layer((product, product, product), self.vocabulary * self.hidden + self.hidden, "head", **held)
+        return self._build_layer((product, product, product), self.vocabulary * self.hidden + self.hidden, "head", **held)

@@ -109,7 +109,7 @@ def _check_leaf(leaf: Any) -> None:
         )
 
 
-def _leaves(value: Any) -> list[Any]:
+def _list_leaves(value: Any) -> list[Any]:
     """Return a tree's leaves; quickly for a tensor and a tuple of tensors, which most steps are given."""
     if type(value) is Tensor:
         return [value]
@@ -123,7 +123,7 @@ def _is_tuple_of_tensors(value: Any) -> bool:
 def pair_leaves(value: Any, dims: Dims) -> list[tuple[Any, int | None]]:
     """Return each leaf with its dimension: an int or None holds for all leaves below it."""
     if dims is None or isinstance(dims, int):
-        return [(leaf, dims) for leaf in _leaves(value)]
+        return [(leaf, dims) for leaf in _list_leaves(value)]
     if isinstance(dims, dict) and isinstance(value, dict):
         return [pair for key in value for pair in pair_leaves(value[key], dims.get(key, 0))]
     if isinstance(dims, (tuple, list)) and isinstance(value, (tuple, list)) and len(dims) == len(value):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PipelineError
+from penstock.text.numbers import format_count
 
 if TYPE_CHECKING:
     from penstock.simulator.timeline import Timeline
@@ -73,7 +74,7 @@ class StepResult:
 
     def __repr__(self) -> str:
         loss = "no loss" if self.loss is None else f"loss {float(self.loss):.6g}"
-        parts = [f"{len(self.losses)} microbatches", *(["outputs"] if any(share.outputs for share in self._shares) else [])]
+        parts = [f"{format_count(len(self.losses), 'microbatch')}", *(["outputs"] if any(share.outputs for share in self._shares) else [])]
         parts += [f"metrics {', '.join(self.metrics)}"] if self.metrics else []
         return f"<StepResult {', '.join([loss, *parts, *(['timeline'] if self._timeline is not None else [])])}>"
 

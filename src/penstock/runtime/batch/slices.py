@@ -135,9 +135,9 @@ class SequenceCutter:
             sizes = [("the input", [self.model_inputs.find_length(args, kwargs.get(0, {}))])]
             kwargs = {stage: values for stage, values in kwargs.items() if stage}
         else:
-            sizes = [("the input", _lengths(args, dims, "inputs"))]
-        sizes.append(("the target", _lengths(target, self.dims.target, "target")))
-        sizes += [(f"stage_kwargs of stage {stage}", _lengths(values, self.dims.kwargs, "kwargs")) for stage, values in kwargs.items()]
+            sizes = [("the input", _list_lengths(args, dims, "inputs"))]
+        sizes.append(("the target", _list_lengths(target, self.dims.target, "target")))
+        sizes += [(f"stage_kwargs of stage {stage}", _list_lengths(values, self.dims.kwargs, "kwargs")) for stage, values in kwargs.items()]
         known = [(name, length) for name, lengths in sizes for length in lengths]
         for name, length in known:
             if length != known[0][1]:
@@ -156,7 +156,7 @@ def _scale_lengths(lengths: Sequence[int], total: int) -> list[int]:
     return [end - start for start, end in pairwise(ends)]
 
 
-def _lengths(value: Any, dims: mb.Dims, name: str) -> list[int]:
+def _list_lengths(value: Any, dims: mb.Dims, name: str) -> list[int]:
     lengths = []
     for leaf, dim in mb.pair_leaves(value, dims):
         if dim is None or not isinstance(leaf, Tensor) or leaf.dim() == 0:
@@ -189,7 +189,7 @@ def share_weights(
     for part in microbatches:
         for counter in counters:
             counts += [_count(counter, target) for target in (part.target, *(part.targets or []))]
-        counts.append(sum((leaf == IGNORED).any() for leaf in _integers(part.target)))
+        counts.append(sum((leaf == IGNORED).any() for leaf in _check_integers(part.target)))
     numbers = iter(read_numbers([*weights, *counts]))
     whole = [next(numbers) for _ in weights]
     shares: list[float] = []
@@ -218,7 +218,7 @@ def _count(counter: Callable[[Any], Any], target: Any) -> Any:
     return -1.0 if number is None else number
 
 
-def _integers(target: Any) -> list[Tensor]:
+def _check_integers(target: Any) -> list[Tensor]:
     leaves = [leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor)]
     return [leaf for leaf in leaves if not leaf.is_floating_point() and not leaf.is_complex() and leaf.dtype is not torch.bool]
 

@@ -64,15 +64,15 @@ class StepInput:
     kwargs: dict[int, list[dict[str, Any]]]
     targets: list[Any] | None
     scales: list[float]
-    """What each microbatch's loss is multiplied by, so that the sum is the loss of the whole batch."""
+    """The factor of each microbatch's loss, so that the sum is the loss of the whole batch."""
     weights: list[float] | None = None
     """The relative weight of each microbatch; None if losses are added as they are."""
     items: float | None = None
-    """What the weighted losses are divided by, if the batch says so: the weight of all steps and data ranks that make up one update."""
+    """The divisor of the weighted losses, if the batch has one: the weight of all steps and data ranks that make up one update."""
     factor: float = 1.0
-    """What gradients are multiplied by on top, as a gradient scaler asks for."""
+    """A further factor of the gradients, for a gradient scaler."""
     seed: str | None = None
-    """What the random streams of this step are derived from; None leaves random numbers to torch."""
+    """The seed of this step's random streams; None leaves random numbers to torch."""
     first: int = 0
     """The index of the first microbatch among those of all data ranks, which random streams are derived from too."""
     outputs: bool = False
@@ -99,7 +99,7 @@ class StepInput:
 
     @property
     def microbatch_scales(self) -> list[float]:
-        """What the loss of each whole microbatch is multiplied by."""
+        """The factor of the loss of each whole microbatch."""
         slices = self.slices
         return self.scales if slices is None else [slices.scale(self, microbatch) for microbatch in range(self.microbatches)]
 
@@ -116,7 +116,7 @@ class StepInput:
 
     def note_versions(self) -> None:
         """Make sure that `renew` notices if a stage changes the input in place."""
-        self.versions = [(tensor, read_version(tensor)) for tensor in _tensors((self.args, self.kwargs, self.targets))]
+        self.versions = [(tensor, read_version(tensor)) for tensor in _list_tensors((self.args, self.kwargs, self.targets))]
 
     def renew(self) -> StepInput:
         """Return the same input for another attempt at the step; refused if a stage has changed it in place."""
@@ -182,11 +182,11 @@ class SliceShares:
         return units
 
     def scale(self, feed: StepInput, microbatch: int) -> float:
-        """What the loss of a whole microbatch is multiplied by."""
+        """The factor of the loss of a whole microbatch."""
         return 1.0 if feed.weights is None else sum(feed.scales[microbatch * self.count : (microbatch + 1) * self.count])
 
     def side_scale(self, feed: StepInput, unit: int) -> float:
-        """What the side losses of a slice are multiplied by."""
+        """The factor of the side losses of a slice."""
         return self.scale(feed, unit // self.count) * self.shares[unit]
 
     def note_loss(self, feed: StepInput, unit: int, loss: Tensor) -> None:
@@ -363,8 +363,8 @@ def _read_weights(weights: Sequence[Any] | None, items: Sequence[Any]) -> tuple[
 def _find_guards(arguments: Sequence[Sequence[Any]], targets: Sequence[Any] | None) -> list[Guards]:
     """Find the tensors whose in-place change other microbatches, the loss or other stages would see; per microbatch."""
     count = len(arguments[0])
-    leaves = [[_tensors(values[k]) for values in arguments] for k in range(count)]
-    labels = [[] if targets is None else _tensors(targets[k]) for k in range(count)]
+    leaves = [[_list_tensors(values[k]) for values in arguments] for k in range(count)]
+    labels = [[] if targets is None else _list_tensors(targets[k]) for k in range(count)]
     uses = Counter(id(tensor) for parts in leaves for tensor in {id(t): t for part in parts for t in part}.values())
     guards: list[Guards] = []
     for parts, target in zip(leaves, labels, strict=True):
@@ -379,5 +379,5 @@ def _find_guards(arguments: Sequence[Sequence[Any]], targets: Sequence[Any] | No
     return guards if any(guards) else []
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _list_tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_nested]

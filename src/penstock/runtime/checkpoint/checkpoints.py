@@ -212,7 +212,7 @@ class Checkpoints:
         assert draft is not None
         first = {name: names[0] for names in ties for name in names}
         try:
-            steps = [theirs for *_, theirs in begun]
+            steps = [number for *_, number in begun]
             if len(set(steps)) > 1:
                 raise CheckpointError(f"the ranks save different steps, {steps}: give all the same")
             layout = self._collective.run(
@@ -229,7 +229,7 @@ class Checkpoints:
         self._writer = CheckpointWriter(draft, layout, ranks=self.ranks, ties=ties, about=about, keep=self.keep, deadline=deadline)
 
     def _begin(self, model: ModelState, step: int) -> tuple[Draft | None, ParameterNames, int]:
-        """What the ranks exchange first; the first rank makes the folder."""
+        """The values that ranks exchange first; the first rank makes the folder."""
         check_count("step, the number of steps made,", step, 0, error=CheckpointError)
         return Draft.begin(self.folder, step) if self.rank == 0 else None, model.parameter_names(), step
 
@@ -302,8 +302,8 @@ class Checkpoints:
 
     def _check_files(self, checkpoint: Checkpoint) -> None:
         """Compare all files with the manifest; each rank looks at some of them."""
-        mine = sorted(checkpoint.files)[self.rank :: self.ranks]
-        self._collective.gather("check a checkpoint", lambda: checkpoint.check(mine, contents=self.verify))
+        names = sorted(checkpoint.files)[self.rank :: self.ranks]
+        self._collective.gather("check a checkpoint", lambda: checkpoint.check(names, contents=self.verify))
 
     def _load(self, checkpoint: Checkpoint, training: TrainingState) -> Checkpoint:
         from penstock.runtime.checkpoint.storage import CheckpointReader
@@ -360,9 +360,9 @@ class CollectiveSteps:
             error = caught
         failure = None if error is None else (PickledError.of(error), isinstance(error, CheckpointError))
         everyone = self.group.gather(self.rank, step, (result, failure), self.deadline)
-        for rank, (_, theirs) in enumerate(everyone):
-            if theirs is not None:
-                cause, is_ours = theirs
+        for rank, (_, report) in enumerate(everyone):
+            if report is not None:
+                cause, is_ours = report
                 text = cause.description.partition(": ")[2] if is_ours else f"rank {rank} failed to {step}: {cause.description}"
                 raise CheckpointError(text) from (error if rank == self.rank else cause.rebuild())
         return [value for value, _ in everyone]

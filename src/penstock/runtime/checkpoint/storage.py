@@ -70,7 +70,7 @@ _ALLOWED: dict[str, set[str]] = {
 
 
 class RankLayout:
-    """What one rank writes of a checkpoint."""
+    """One rank's part of a checkpoint."""
 
     def __init__(self, draft: Draft, state: dict[str, Any], aliases: Aliases, rank: int) -> None:
         if not draft.path.is_dir():
@@ -171,12 +171,12 @@ class CheckpointWriter:
         results = layout.write()
         names = sorted({result.storage_data.relative_path for result in results})
         digests = {name: vars(FileDigest.of(self.draft.path / name)) for name in names}
-        hidden = self.draft.path / f".{_marker(self.rank)}"
+        hidden = self.draft.path / f".{_find_marker(self.rank)}"
         hidden.write_bytes(pickle.dumps((results, digests, layout.aliases)))
-        os.replace(hidden, self.draft.path / _marker(self.rank))
+        os.replace(hidden, self.draft.path / _find_marker(self.rank))
 
     def _complete(self, layout: RankLayout) -> None:
-        markers = [self.draft.path / _marker(rank) for rank in range(self._ranks)]
+        markers = [self.draft.path / _find_marker(rank) for rank in range(self._ranks)]
         self._wait_for(markers)
         results: list[WriteResult] = []
         files: dict[str, FileDigest] = {}
@@ -207,7 +207,7 @@ class CheckpointWriter:
             time.sleep(_POLL)
 
 
-def _marker(rank: int) -> str:
+def _find_marker(rank: int) -> str:
     return f"rank-{rank}.written"
 
 
@@ -251,7 +251,7 @@ class CheckpointReader:
         self._aliases: dict[str, str] = {}
         """Keys of optimizer options that have the value of another key."""
 
-    def _model_names(self) -> set[str]:
+    def _list_model_names(self) -> set[str]:
         return {key.removeprefix("model.") for key in self._saved if key.startswith("model.")}
 
     def check_values(self, values: Mapping[str, Any]) -> None:
@@ -259,18 +259,21 @@ class CheckpointReader:
         for name, value in values.items():
             saved = self._saved.get(f"model.{name}")
             if isinstance(saved, TensorStorageMetadata) and isinstance(value, Tensor):
-                for what, theirs, mine in (("shape", list(saved.size), list(value.shape)), ("type", saved.properties.dtype, value.dtype)):
-                    if theirs != mine:
-                        raise CheckpointError(f"checkpoint {self.path} has {name} with {what} {theirs}, but the model's has {mine}")
+                for what, stored, expected in (
+                    ("shape", list(saved.size), list(value.shape)),
+                    ("type", saved.properties.dtype, value.dtype),
+                ):
+                    if stored != expected:
+                        raise CheckpointError(f"checkpoint {self.path} has {name} with {what} {stored}, but the model's has {expected}")
                 if value.is_meta:
                     raise CheckpointError(f"{name} is on the meta device: give the pipeline weights= before loading a checkpoint")
-        self._reject_names("has no", values.keys() - self._model_names())
+        self._reject_names("has no", values.keys() - self._list_model_names())
 
     def check_whole_model(self, names: Sequence[set[str]], ties: TiedNames) -> None:
         """Reject a model that is only a part of the saved one, or that ties parameters saved apart. `names` are those of each rank."""
-        self._reject_names("has names that the model has on no rank:", self._model_names().difference(*names))
+        self._reject_names("has names that the model has on no rank:", self._list_model_names().difference(*names))
         for tied in ties:
-            if len({str(self._storage_places(name)) for name in tied}) > 1:
+            if len({str(self._find_storage_places(name)) for name in tied}) > 1:
                 raise CheckpointError(f"checkpoint {self.path} has {' and '.join(tied)} as separate parameters, but the model ties them")
 
     def _reject_names(self, what: str, names: Iterable[str]) -> None:
@@ -279,7 +282,7 @@ class CheckpointReader:
             more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
             raise CheckpointError(f"checkpoint {self.path} {what} {', '.join(ordered[:_SHOWN])}{more}")
 
-    def _storage_places(self, name: str) -> list[Any]:
+    def _find_storage_places(self, name: str) -> list[Any]:
         saved = self._saved.get(f"model.{name}")
         chunks = saved.chunks if isinstance(saved, TensorStorageMetadata) else []
         return [self._metadata.storage_data[MetadataIndex(f"model.{name}", chunk.offsets)] for chunk in chunks]
@@ -374,8 +377,8 @@ def read_metadata(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _safe_classes() -> list[Any]:
-    """What state dicts hold besides what torch itself allows: NumPy's arrays and numbers, which its random state is made of."""
+def _list_safe_classes() -> list[Any]:
+    """Classes in state dicts that torch itself does not allow: NumPy's arrays and numbers, which its random state is made of."""
     kinds = [type(np.dtype(kind)) for kind in ("bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")]
     rebuild = [value.__reduce__()[0] for value in (np.empty(0), np.float64(0))]  # an array, and a single number
     return [np.ndarray, np.dtype, *rebuild, *kinds]
@@ -383,11 +386,11 @@ def _safe_classes() -> list[Any]:
 
 def load_object(data: BytesIO, what: str) -> Any:
     """Load a value written by `torch.save`: tensors, arrays and plain values in dicts, lists and tuples, and nothing else."""
-    with torch.serialization.safe_globals(_safe_classes()):
+    with torch.serialization.safe_globals(_list_safe_classes()):
         try:
             return torch.load(data, weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, ValueError, KeyError, EOFError) as error:
-            raise CheckpointError(f"{what} cannot be read without running code from it: {_reason(error)}") from error
+            raise CheckpointError(f"{what} cannot be read without running code from it: {_describe_reason(error)}") from error
 
 
 def check_objects(values: Iterable[tuple[str, BytesIO]]) -> None:
@@ -402,7 +405,7 @@ def check_objects(values: Iterable[tuple[str, BytesIO]]) -> None:
             ) from error
 
 
-def _reason(error: Exception) -> str:
+def _describe_reason(error: Exception) -> str:
     """torch's message without its advice to switch the check off."""
     text = str(error)
     for line in text.splitlines():

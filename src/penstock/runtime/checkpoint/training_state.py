@@ -36,7 +36,7 @@ ParameterNames = dict[Hashable, list[tuple[Place, str]]]
 TiedNames = list[tuple[str, ...]]
 """The names of each tied parameter, starting with its name in the first layer that has it."""
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What compiled and checkpointed modules add to parameter names."""
+"""Parts that compiled and checkpointed modules add to parameter names."""
 Optimizers = Optimizer | Sequence[Optimizer] | None
 STATE, OPTIONS = "state.", "param_groups."
 Aliases = dict[str, list[str]]
@@ -133,7 +133,7 @@ class ModelState:
 
 
 Model: TypeAlias = "Pipeline | nn.Module | ModelState"
-"""What can be saved and loaded; a plain module is on one process."""
+"""Models that can be saved and loaded; a plain module is on one process."""
 
 
 def strip_wrappers(name: str) -> str:
@@ -146,8 +146,8 @@ def strip_wrappers(name: str) -> str:
 def find_ties(everyone: Sequence[ParameterNames]) -> TiedNames:
     """The parameters that have several names, from the `parameter_names` of all ranks."""
     merged: dict[Hashable, set[tuple[Place, str]]] = {}
-    for theirs in everyone:
-        for key, names in theirs.items():
+    for share in everyone:
+        for key, names in share.items():
             merged.setdefault(key, set()).update(names)
     ordered = (list(dict.fromkeys(name for _, name in sorted(names))) for names in merged.values())
     return [tuple(names) for names in ordered if len(names) > 1]
@@ -228,8 +228,8 @@ def keys_by_parameter(keys: Iterable[str], names: Iterable[str], prefix: str) ->
 def load_optimizer(optimizer: Optimizer, names: Mapping[int, str], flat: Mapping[str, Any]) -> None:
     """Load the state of an optimizer's parameters from the flattened form."""
     groups = name_groups(optimizer, names)
-    mine = [name for parameters, _ in groups for name in parameters]
-    state, options = keys_by_parameter(flat, mine, STATE), keys_by_parameter(flat, mine, OPTIONS)
+    parameter_names = [name for parameters, _ in groups for name in parameters]
+    state, options = keys_by_parameter(flat, parameter_names, STATE), keys_by_parameter(flat, parameter_names, OPTIONS)
     packed = optimizer.state_dict()
     loaded: dict[int, dict[str, Any]] = {}
     for group, (parameters, _) in zip(packed["param_groups"], groups, strict=True):
@@ -251,18 +251,18 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[int, str], flat: Mappin
         options = _group_options(parameters, keys_by_parameter(flat, parameters, OPTIONS), flat)
         missing, unknown = optimizer.defaults.keys() - options - _SWITCHES, options.keys() - group - _SWITCHES - _SCHEDULED
         if parameters and (missing or unknown):
-            theirs, mine = (set(keys) - _SWITCHES - _SCHEDULED - set(_NOT_OPTIONS) for keys in (options, group))
+            saved_keys, own_keys = (set(keys) - _SWITCHES - _SCHEDULED - set(_NOT_OPTIONS) for keys in (options, group))
             raise CheckpointError(
-                f"{parameters[0]} was saved with an optimizer of the options {', '.join(sorted(theirs))}, but {type(optimizer).__name__} "
-                f"has {', '.join(sorted(mine))}: load with the kind of optimizer that saved, or without one"
+                f"{parameters[0]} was saved with an optimizer of the options {', '.join(sorted(saved_keys))}, but "
+                f"{type(optimizer).__name__} has {', '.join(sorted(own_keys))}: load with the kind of optimizer that saved, or without one"
             )
-    held = {name: parameter for group in groups for name, parameter in zip(*group, strict=True) if optimizer.state.get(parameter)}
-    for name, saved in keys_by_parameter(keys, held, STATE).items():
-        mine, theirs = set(optimizer.state[held[name]]), set(saved)
-        if theirs and not (mine <= theirs or theirs <= mine):
+    with_state = {name: parameter for group in groups for name, parameter in zip(*group, strict=True) if optimizer.state.get(parameter)}
+    for name, saved in keys_by_parameter(keys, with_state, STATE).items():
+        own_keys, saved_keys = set(optimizer.state[with_state[name]]), set(saved)
+        if saved_keys and not (own_keys <= saved_keys or saved_keys <= own_keys):
             raise CheckpointError(
-                f"the optimizer's state of {name} was saved as {', '.join(sorted(theirs))}, but {type(optimizer).__name__} "
-                f"keeps {', '.join(sorted(mine))}: load with the kind of optimizer that saved, or without one"
+                f"the optimizer's state of {name} was saved as {', '.join(sorted(saved_keys))}, but {type(optimizer).__name__} "
+                f"keeps {', '.join(sorted(own_keys))}: load with the kind of optimizer that saved, or without one"
             )
 
 
@@ -270,14 +270,14 @@ def _group_options(parameters: Sequence[str], keys: Mapping[str, Mapping[str, st
     """The options that all parameters of a group were saved with."""
     options: dict[str, Any] = {}
     for name in parameters:
-        theirs = {key: unwrap_collection(flat[full]) for key, full in keys[name].items()}
-        if name != parameters[0] and not _are_equal(theirs, options):
-            key = next(key for key in {*theirs, *options} if not _are_equal(theirs.get(key), options.get(key)))
+        saved = {key: unwrap_collection(flat[full]) for key, full in keys[name].items()}
+        if name != parameters[0] and not _are_equal(saved, options):
+            key = next(key for key in {*saved, *options} if not _are_equal(saved.get(key), options.get(key)))
             raise CheckpointError(
                 f"{parameters[0]} and {name} are in one group of the optimizer, but were saved with {key} = {options.get(key)!r} "
-                f"and {theirs.get(key)!r}: give the optimizer the groups that it had"
+                f"and {saved.get(key)!r}: give the optimizer the groups that it had"
             )
-        options = theirs
+        options = saved
     return options
 
 
@@ -366,7 +366,7 @@ class TrainingState:
         """Load everything but the model and the optimizers; optimizers are only compared with the saved options and keys."""
         names = self.model.list_first_names()
         for optimizer in list_optimizers(self.optimizer):
-            check_optimizer(optimizer, names, _optimizer_entries(values), _optimizer_entries(dict.fromkeys(tensor_keys)))
+            check_optimizer(optimizer, names, _list_optimizer_entries(values), _list_optimizer_entries(dict.fromkeys(tensor_keys)))
         for key, stateful in self.list_others().items():
             _check_groups(stateful, values[key][0])
             stateful.load_state_dict(values[key][0])
@@ -376,7 +376,7 @@ class TrainingState:
         entries = {key.removeprefix("model."): unwrap_collection(value) for key, value in tensors.items() if key.startswith("model.")}
         self.model.load(entries)
         for optimizer in list_optimizers(self.optimizer):
-            load_optimizer(optimizer, self.model.list_first_names(), _optimizer_entries(tensors) | _optimizer_entries(values))
+            load_optimizer(optimizer, self.model.list_first_names(), _list_optimizer_entries(tensors) | _list_optimizer_entries(values))
         self.model.set_stream_position(values["training"][0])
         set_random_state(values[f"random.{rank}"][0])
 
@@ -393,15 +393,15 @@ class TrainingState:
             raise
 
 
-def _optimizer_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
+def _list_optimizer_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
     return {key.removeprefix("optimizer."): value for key, value in entries.items() if key.startswith("optimizer.")}
 
 
 def _check_groups(scheduler: Any, state: Any) -> None:
     """Check the number of groups: a scheduler keeps its rates by group index, so every rank must have all groups."""
-    saved, mine = isinstance(state, dict) and state.get("base_lrs"), getattr(scheduler, "base_lrs", None)
-    if isinstance(saved, list) and isinstance(mine, list) and len(saved) != len(mine):
+    saved, rates = isinstance(state, dict) and state.get("base_lrs"), getattr(scheduler, "base_lrs", None)
+    if isinstance(saved, list) and isinstance(rates, list) and len(saved) != len(rates):
         raise CheckpointError(
-            f"the scheduler was saved with {len(saved)} optimizer groups, but has {len(mine)} here: "
+            f"the scheduler was saved with {len(saved)} optimizer groups, but has {len(rates)} here: "
             "give the optimizer the same groups on every rank, empty ones if a rank has no such parameters"
         )

@@ -1,8 +1,8 @@
-"""What autograd saves of one forward, moved to host memory and back as a whole.
+"""Tensors that autograd saves in one forward, moved to host memory and back as a whole.
 
 A forward whose activation is to be moved runs in `SavedTensors.saving`: autograd then holds a `_Slot` for each tensor that it saves.
 `offload` copies the memory behind the slots to buffers of the host, every storage once; `release` lets go of the original; `reload`
-copies it back to new memory on the device, with the same views of it. Whoever else holds the original keeps it: nothing is changed in
+copies it back to new memory on the device, with the same views of it. Other holders of the original keep it: nothing is changed in
 place.
 
 On a GPU, copies run on two streams of their own, one for each direction, and events order them with the rank's stream; the buffers are
@@ -143,7 +143,7 @@ class _CopyStream:
 
 
 class SavedTensors:
-    """What autograd saves of one forward, and the tensors of the runtime that belong to it.
+    """The tensors that autograd saves in one forward, and those of the runtime that belong to it.
 
     A step calls, in this order: `save_tensors` around the forward, `offload`, `release`, `reload`, and `arrive` before the backward.
     """
@@ -183,7 +183,7 @@ class SavedTensors:
         self._moved = [moved for moved in by_storage.values() if moved.original is not None and moved.original.numel()]
         if not self._moved:
             return
-        taken = [self._memory.take(_size(moved), moved.device.type == "cuda") for moved in self._moved]
+        taken = [self._memory.take(_count_bytes(moved), moved.device.type == "cuda") for moved in self._moved]
         with torch.no_grad(), self._memory.out.copy_behind(self._moved[0].device, [event for _, event in taken]) as record:
             for moved, (buffer, _) in zip(self._moved, taken, strict=True):
                 buffer.copy_(moved.original, non_blocking=True)  # type: ignore[arg-type]
@@ -206,7 +206,7 @@ class SavedTensors:
         self.release()
         if not self._moved:
             return
-        memory = [torch.empty(_size(moved), dtype=torch.uint8, device=moved.device) for moved in self._moved]
+        memory = [torch.empty(_count_bytes(moved), dtype=torch.uint8, device=moved.device) for moved in self._moved]
         with torch.no_grad(), self._memory.back.copy_behind(self._moved[0].device) as record:
             for moved, target in zip(self._moved, memory, strict=True):
                 assert moved.host is not None
@@ -238,7 +238,7 @@ def _unpack(saved: Any) -> Tensor:
     return saved.unpack() if isinstance(saved, _Slot) else saved
 
 
-def _size(moved: _Moved) -> int:
+def _count_bytes(moved: _Moved) -> int:
     source = moved.original if moved.host is None else moved.host
     assert source is not None
     return source.numel()

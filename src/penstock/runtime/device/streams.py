@@ -72,19 +72,19 @@ def record_use(value: Any) -> None:
     if not is_initialized():
         return
     streams = [cuda.current_stream(), *([] if _side.stream is None else [_side.stream])]
-    for tensor in _cuda_tensors(value):
+    for tensor in _list_cuda_tensors(value):
         for stream in streams:
             tensor.record_stream(stream)
 
 
-def _cuda_tensors(value: Any) -> Iterable[Tensor]:
+def _list_cuda_tensors(value: Any) -> Iterable[Tensor]:
     """The GPU's tensors in a tree, and in the fields of dataclasses that stand in it."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
             if leaf.is_cuda:
                 yield leaf
         elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _cuda_tensors([getattr(leaf, name) for name in leaf.__dataclass_fields__])
+            yield from _list_cuda_tensors([getattr(leaf, name) for name in leaf.__dataclass_fields__])
 
 
 class StreamPair:
@@ -132,16 +132,16 @@ def split_multiprocessors(parts: int, size: int, device: int) -> tuple[int, ...]
     The driver's own functions split the device once for all streams. torch's green contexts (`torch.cuda.green_contexts`) are not
     suitable: each is made from the whole device, and two of them may overlap.
     """
-    driver = _driver()
+    driver = _load_driver()
     number = ctypes.c_int()
     _check(driver, "cuDeviceGet", ctypes.byref(number), device)
     whole, rest = (ctypes.create_string_buffer(_SIZE) for _ in range(2))
     _check(driver, "cuDeviceGetDevResource", number, whole, _MULTIPROCESSORS)
     if _count(whole, 0) < parts * size:
         raise ScheduleError(f"{parts} parts of {size} multiprocessors, but the device has {_count(whole, 0)}")
-    split, made = ctypes.create_string_buffer(_SIZE * parts), ctypes.c_uint(parts)
-    _check(driver, "cuDevSmResourceSplitByCount", split, ctypes.byref(made), whole, rest, 0, size)
-    sizes = [_count(split, part) for part in range(made.value)]
+    split, count = ctypes.create_string_buffer(_SIZE * parts), ctypes.c_uint(parts)
+    _check(driver, "cuDevSmResourceSplitByCount", split, ctypes.byref(count), whole, rest, 0, size)
+    sizes = [_count(split, part) for part in range(count.value)]
     if sizes != [size] * parts:
         raise ScheduleError(
             f"the device gives parts of {sizes} multiprocessors, but {parts} parts of {size} were requested: request a size that it gives"
@@ -162,7 +162,7 @@ def _create_stream(driver: Any, device: Any, resource: Any) -> int:
     return stream.value or 0
 
 
-def _driver() -> Any:
+def _load_driver() -> Any:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:

@@ -70,16 +70,16 @@ class Workspace:
         graphs = GraphCapture()
         self.forward = graphs.capture(self._forward)
         self.backward = graphs.capture(self._backward)
-        self.weights = graphs.capture(self._weights) if split else do_nothing
+        self.weights = graphs.capture(self._run_weights) if split else do_nothing
         if self.output is not None:  # recorded: autograd's graph is no longer needed
             self.output, self.deferral = self.output.detach(), None
 
     def fits(self, value: Any) -> bool:
         """Whether the value can be copied into the input."""
-        mine = self.input
-        if not isinstance(value, Tensor) or value.requires_grad != mine.requires_grad:
+        own = self.input
+        if not isinstance(value, Tensor) or value.requires_grad != own.requires_grad:
             return False
-        return (value.shape, value.stride(), value.dtype, value.device) == (mine.shape, mine.stride(), mine.dtype, mine.device)
+        return (value.shape, value.stride(), value.dtype, value.device) == (own.shape, own.stride(), own.dtype, own.device)
 
     def _try(self) -> None:
         """Run everything once, to see that it can be recorded."""
@@ -91,7 +91,7 @@ class Workspace:
             raise ScheduleError(f"stage {self.stage.index} returns {problem}, so it cannot be recorded: leave graphs=True out")
         self.output_grad = torch.ones_like(self.output)
         self._backward()
-        self._weights()
+        self._run_weights()
 
     def _forward(self) -> None:
         if self.deferrable is None:
@@ -108,7 +108,7 @@ class Workspace:
             self.deferrable.backward_input(self.deferral, [self.output], [self.output_grad])
         self.input_grad, self.input.grad = self.input.grad, None
 
-    def _weights(self) -> None:
+    def _run_weights(self) -> None:
         if self.deferral is not None:
             self.stage.backward_weights(self.deferral)
 
@@ -138,13 +138,13 @@ class GradientSums:
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Leave the parameters' gradients as they are: what runs inside adds to none of them."""
-        kept = [(parameter, parameter.grad) for parameter, _ in self.sums]
-        for parameter, _ in kept:
+        saved = [(parameter, parameter.grad) for parameter, _ in self.sums]
+        for parameter, _ in saved:
             parameter.grad = None
         try:
             yield
         finally:
-            for parameter, grad in kept:
+            for parameter, grad in saved:
                 parameter.grad = grad
 
 
@@ -152,33 +152,33 @@ class GradientSums:
 def _keep_buffers(stage: Stage) -> Iterator[None]:
     """Leave a stage's buffers as they were: the trial before the recording must have no effect."""
     buffers = [(part, name, value) for part in stage.module.modules() for name, value in own_buffers(part).items()]
-    kept = [(part, name, value, value.clone()) for part, name, value in buffers if value is not None]
+    saved = [(part, name, value, value.clone()) for part, name, value in buffers if value is not None]
     try:
         yield
-        replaced = next((name for module, name, value, _ in kept if own_buffers(module).get(name) is not value), None)
+        replaced = next((name for module, name, value, _ in saved if own_buffers(module).get(name) is not value), None)
         if replaced is not None:
             raise ScheduleError(
                 f"stage {stage.index} replaces its buffer {replaced} by another tensor, which recorded work cannot do: change it in place, "
                 "or leave graphs=True out"
             )
     finally:
-        for module, name, value, before in kept:
+        for module, name, value, before in saved:
             value.data.copy_(before)  # past autograd: another microbatch's backward may still read the restored values
             own_buffers(module)[name] = value
 
 
-def _fingerprint(module: nn.Module) -> list[object]:
+def _take_fingerprint(module: nn.Module) -> list[object]:
     """Everything that recorded work depends on: the memory of parameters and buffers, what is trained, and the modules' modes."""
     facts: list[object] = []
     for part in module.modules():
         facts.append(part.training)
         for parameter in own_parameters(part).values():
-            facts += [] if parameter is None else [id(parameter), _address(parameter), parameter.requires_grad]
-        facts += [_address(buffer) for buffer in own_buffers(part).values() if buffer is not None]
+            facts += [] if parameter is None else [id(parameter), _find_address(parameter), parameter.requires_grad]
+        facts += [_find_address(buffer) for buffer in own_buffers(part).values() if buffer is not None]
     return facts
 
 
-def _address(value: Tensor) -> int:
+def _find_address(value: Tensor) -> int:
     """The address of a tensor's memory; a tensor subclass may not have one, so its id stands in."""
     return value.data_ptr() if type(value) in (Tensor, nn.Parameter) else id(value)
 
@@ -248,7 +248,7 @@ class Graphs:
         """Attach the gradient sums, which may have been replaced or dropped; forget all recordings if a stage has changed."""
         if autocast:
             raise ScheduleError("graphs=True, but the step runs under autocast, and work is recorded without it: use one of them")
-        if any(_fingerprint(self._compute.stages[index].module) != facts for index, facts in self._fingerprints.items()):
+        if any(_take_fingerprint(self._compute.stages[index].module) != facts for index, facts in self._fingerprints.items()):
             self._sums, self._workspaces, self._totals, self._fingerprints = {}, {}, {}, {}
             return
         for sums in self._sums.values():
@@ -264,7 +264,7 @@ class Graphs:
             if not isinstance(value, Tensor):
                 return None
             if stage not in self._sums:
-                self._sums[stage], self._fingerprints[stage] = GradientSums(part.module, self._totals), _fingerprint(part.module)
+                self._sums[stage], self._fingerprints[stage] = GradientSums(part.module, self._totals), _take_fingerprint(part.module)
             try:
                 workspace = Workspace(part, value, split, self._sums[stage])
             except WholeBackwardNeeded as need:

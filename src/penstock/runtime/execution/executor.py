@@ -59,14 +59,12 @@ class Executor:
         number: int = 0,
         graphs: bool = False,
         blocking: Collection[Kind] = (),
-        slice_lengths: Sequence[int] | None = None,
     ) -> None:
-        """`slice_lengths` are the lengths of a microbatch's slices, if every sequence has the same."""
         self.program, self.rank, self.group, self.data, self.overlap = program, rank, group, data, overlap
         self.actions = program[rank]
         self.activity = group.activity(rank)
         self.links = RankEdges(program, rank, group, deadline=deadline, number=number, packer=data.packer, blocking=blocking)
-        prefixes = Prefixes(program.slices, slice_lengths) if program.slices > 1 else None
+        prefixes = Prefixes(program.slices) if program.slices > 1 else None
         self.compute = StageOperations(self.links, stages, loss, statistics, prefixes)
         if self.compute.moves is not None:
             self._check_moves(stages, graphs)

@@ -86,12 +86,12 @@ class RankEdges:
 
     def input_sources(self, stage: int, microbatch: int) -> list[Take]:
         """Where a stage's inputs come from: its neighbour first, then stages farther off."""
-        return [self._source("activations", stage, other, microbatch) for other in self._makers(stage)]
+        return [self._build_source("activations", stage, other, microbatch) for other in self._list_makers(stage)]
 
     def output_targets(self, stage: int, microbatch: int) -> list[int]:
         """The registers from which the readers of a stage's output take it; readers on one rank may share a register."""
         readers = self.program.graph.outputs_of(stage)
-        return list(dict.fromkeys(self._target("activations", stage, reader, microbatch) for reader in readers))
+        return list(dict.fromkeys(self._build_target("activations", stage, reader, microbatch) for reader in readers))
 
     def gradient_sources(self, stage: int, microbatch: int) -> list[Take]:
         """Where the gradients of a stage's output come from: the farthest reader first, in the order in which autograd adds them.
@@ -100,18 +100,18 @@ class RankEdges:
         """
         readers = sorted(self.program.graph.outputs_of(stage), reverse=True)
         carriers = dict.fromkeys(self.shared.carrier("gradients", stage, reader, microbatch) for reader in readers)
-        return [self._source("gradients", stage, carrier, microbatch) for carrier in carriers]
+        return [self._build_source("gradients", stage, carrier, microbatch) for carrier in carriers]
 
     def gradient_targets(self, stage: int, microbatch: int) -> list[int]:
         """The registers for the gradients of a stage's inputs, in the order of `input_sources`."""
-        return [self._target("gradients", stage, other, microbatch) for other in self._makers(stage)]
+        return [self._build_target("gradients", stage, other, microbatch) for other in self._list_makers(stage)]
 
     def gradient_additions(self, stage: int, microbatch: int) -> list[Operation]:
-        """What a backward does after it has filled its targets: add up the gradients that go to another rank as one sum."""
-        additions = ((source, *self.shared.addition(source, stage, microbatch)) for source in self._makers(stage))
-        return [self._addition(stage, source, microbatch, parts, begun) for source, parts, begun in additions if parts]
+        """The last part of a backward, after it has filled its targets: add up the gradients that go to another rank as one sum."""
+        additions = ((source, *self.shared.addition(source, stage, microbatch)) for source in self._list_makers(stage))
+        return [self._build_addition(stage, source, microbatch, parts, begun) for source, parts, begun in additions if parts]
 
-    def _addition(self, stage: int, source: int, microbatch: int, parts: list[int], begun: bool) -> Operation:
+    def _build_addition(self, stage: int, source: int, microbatch: int, parts: list[int], begun: bool) -> Operation:
         carrier = self.shared.carrier("gradients", source, stage, microbatch)
         values, total = self.registers.values, self.registers.number("sending", "gradients", carrier, source, microbatch)
         terms = [self.registers.number("part", "gradients", part, source, microbatch) for part in parts]
@@ -134,16 +134,16 @@ class RankEdges:
         """For each input of a stage, whether it lies in memory of the stage that made it, or of another stage that reads it."""
         return [
             self.group.shares_memory or self._rank_of(other, microbatch) == self.rank or self.shared.is_shared(other, stage, microbatch)
-            for other in self._makers(stage)
+            for other in self._list_makers(stage)
         ]
 
-    def _makers(self, stage: int) -> list[int]:
+    def _list_makers(self, stage: int) -> list[int]:
         return sorted(self.program.graph.inputs_of(stage), reverse=True)
 
     def _rank_of(self, stage: int, microbatch: int) -> int:
         return self.program.placement.rank_of(stage, microbatch)
 
-    def _source(self, content: str, stage: int, other: int, microbatch: int) -> Take:
+    def _build_source(self, content: str, stage: int, other: int, microbatch: int) -> Take:
         values = self.registers.values
         if self._rank_of(other, microbatch) == self.rank:
             register = self.registers.number("handed", content, other, stage, microbatch)
@@ -158,7 +158,7 @@ class RankEdges:
         ends = (source, carrier) if content == "activations" else (carrier, source)
         is_read_again = content == "activations" and self.shared.is_read_again(source, reader, microbatch)
         register = self.registers.number("received", content, *ends, microbatch)
-        inbox, activity, packer = self._inbox(self._rank_of(other, microbatch), content), self.activity, self.packer
+        inbox, activity, packer = self._open_inbox(self._rank_of(other, microbatch), content), self.activity, self.packer
 
         def take_received() -> Any:
             value = values[register]
@@ -175,7 +175,7 @@ class RankEdges:
 
         return take_received
 
-    def _target(self, content: str, stage: int, other: int, microbatch: int) -> int:
+    def _build_target(self, content: str, stage: int, other: int, microbatch: int) -> int:
         if self._rank_of(other, microbatch) == self.rank:
             return self.registers.number("handed", content, stage, other, microbatch)
         if content == "activations":
@@ -187,10 +187,10 @@ class RankEdges:
 
     def send(self, action: Action) -> Operation:
         """The operation of a SEND_F or SEND_B."""
-        content, other, microbatch = self._edge_of(action)
+        content, other, microbatch = self._find_edge(action)
         values, register = self.registers.values, self.registers.number("sending", content, action.stage, other, microbatch)
         target = self._rank_of(other, microbatch)
-        put, packer = self._outbox(target, content, action.kind).put, self.packer
+        put, packer = self._open_outbox(target, content, action.kind).put, self.packer
         self._sends.setdefault((self.rank, target, content), []).append(action)
 
         def send() -> None:
@@ -202,16 +202,16 @@ class RankEdges:
     def wait_send(self, action: Action) -> Operation:
         """The operation of a WAIT_SEND_F or WAIT_SEND_B, whose send was built before."""
         kind = Kind.SEND_F if action.kind is Kind.WAIT_SEND_F else Kind.SEND_B
-        content, other, microbatch = self._edge_of(replace(action, kind=kind))
+        content, other, microbatch = self._find_edge(replace(action, kind=kind))
         route = (self.rank, self._rank_of(other, microbatch), content)
-        edges = [(send.stage, *self._edge_of(send)) for send in self._sends[route]]
+        edges = [(send.stage, *self._find_edge(send)) for send in self._sends[route]]
         return partial(self.outboxes[route].retire, edges.index((action.stage, content, other, microbatch)))
 
     def receive(self, action: Action) -> Operation:
         """The operation of a RECV_F or RECV_B: it posts the receive. The value is waited for when it is taken, unless the kind blocks."""
-        content, other, microbatch = self._edge_of(action)
+        content, other, microbatch = self._find_edge(action)
         values, register = self.registers.values, self._number_received(action)
-        inbox = self._inbox(self._rank_of(other, microbatch), content)
+        inbox = self._open_inbox(self._rank_of(other, microbatch), content)
         post = inbox.expect(register)
         if action.kind not in self.blocking:
             return post
@@ -228,16 +228,16 @@ class RankEdges:
         values[first], values[second] = values[second], values[first]
 
     def _number_received(self, action: Action) -> int:
-        content, other, microbatch = self._edge_of(action)
+        content, other, microbatch = self._find_edge(action)
         return self.registers.number("received", content, other, action.stage, microbatch)
 
-    def _edge_of(self, action: Action) -> tuple[str, int, int]:
+    def _find_edge(self, action: Action) -> tuple[str, int, int]:
         """A message's content, the stage at its other end, and its microbatch."""
         content = "activations" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "gradients"
         step = 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1
         return content, action.stage + step if action.peer is None else action.peer, action.unit(self.program.slices)
 
-    def _inbox(self, source: int, content: str) -> Inbox:
+    def _open_inbox(self, source: int, content: str) -> Inbox:
         route = (source, self.rank, content)
         if route not in self.inboxes:
             self.inboxes[route] = self.group.inbox(route, self.number, self.deadline)
@@ -245,7 +245,7 @@ class RankEdges:
                 self.inboxes[route].post_in_turn()
         return self.inboxes[route]
 
-    def _outbox(self, target: int, content: str, kind: Kind) -> Outbox:
+    def _open_outbox(self, target: int, content: str, kind: Kind) -> Outbox:
         route = (self.rank, target, content)
         if route not in self.outboxes:
             buffers = self.program.buffers
@@ -275,11 +275,11 @@ class RankEdges:
 
     def describe_new_messages(self) -> str:
         """A table of the messages whose form was new in the last step; empty if there was none."""
-        rows = [row for route, outbox in self.outboxes.items() for row in _message_rows(route, self._sends[route], outbox)]
+        rows = [row for route, outbox in self.outboxes.items() for row in _list_message_rows(route, self._sends[route], outbox)]
         return "\n".join(format_table(rows, left=None))
 
 
-def _message_rows(route: Route, sends: Sequence[Action], outbox: Outbox) -> Iterator[tuple[str, ...]]:
+def _list_message_rows(route: Route, sends: Sequence[Action], outbox: Outbox) -> Iterator[tuple[str, ...]]:
     """One row per run of messages of one stage that look the same."""
     forms = [(sends[number], form) for number, form in outbox.list_new_forms()]
     for (_, form, size), run in groupby(forms, key=lambda pair: (pair[0].stage, str(pair[1]), pair[1].size)):
@@ -304,23 +304,23 @@ class SharedMessages:
     @classmethod
     def of(cls, program: Program, rank: int) -> SharedMessages:
         linker, edges, rank_of = program.linker, program.graph.edges, program.placement.rank_of
-        found = cls()
+        shared = cls()
         for what, forward in (("activations", True), ("gradients", False)):
             sharers: dict[Message, set[int]] = {}
             for edge, carrier, microbatch in zip(*(column.tolist() for column in linker.find_shared(forward)), strict=True):
                 (source, reader), named = edges[edge], edges[carrier][1]
                 if rank in (rank_of(source, microbatch), rank_of(reader, microbatch)):
-                    found.carriers[what, source, reader, microbatch] = named
+                    shared.carriers[what, source, reader, microbatch] = named
                 if rank == rank_of(reader, microbatch):
                     sharers.setdefault((source, named, microbatch), {named}).add(reader)
-            if sharers and not found.places:
-                found._find_places(program, rank)
+            if sharers and not shared.places:
+                shared._find_places(program, rank)
             for message, stages in sharers.items():
                 if forward:
-                    found.last_readers[message] = max((found.places[True, stage, message[2]], stage) for stage in stages)[1]
+                    shared.last_readers[message] = max((shared.places[True, stage, message[2]], stage) for stage in stages)[1]
                 else:
-                    found.sums[message] = sorted(stages, reverse=True)
-        return found
+                    shared.sums[message] = sorted(stages, reverse=True)
+        return shared
 
     def _find_places(self, program: Program, rank: int) -> None:
         parts = (part for action in program[rank] for part in action.parts)

@@ -87,9 +87,9 @@ class ActivationMoves:
         """The operation of an OFFLOAD or RELOAD."""
         stage, microbatch = action.stage, action.unit(self._compute.program.slices)
         saved = self.saved[stage, microbatch]
-        return saved.reload if action.kind is Kind.RELOAD else self._offload(stage, microbatch, saved)
+        return saved.reload if action.kind is Kind.RELOAD else self._run_offload(stage, microbatch, saved)
 
-    def _offload(self, stage: int, microbatch: int, saved: SavedTensors) -> Operation:
+    def _run_offload(self, stage: int, microbatch: int, saved: SavedTensors) -> Operation:
         registers = self._compute.registers
         context = registers.number("context", stage, microbatch)
 

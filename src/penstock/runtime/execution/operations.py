@@ -55,7 +55,7 @@ class StageOperations:
     ) -> None:
         self.links, self.stages, self.loss = links, stages, loss
         self.prefixes = prefixes
-        """What the stages keep of earlier slices; None if sequences are not cut."""
+        """The memory of earlier slices; None if sequences are not cut."""
         self.program = links.program
         self.registers = links.registers
         self.step_input = NO_INPUT
@@ -143,7 +143,7 @@ class StageOperations:
 
         def compute(leaves: list[Any]) -> Computed:
             if last is not None:
-                last.loss = self._loss_of(microbatch)
+                last.loss = self._compute_loss(microbatch)
             if prefixes is None:
                 output = apply(leaves)
             else:
@@ -197,7 +197,7 @@ class StageOperations:
         If the forward turns out to need a whole backward, its effects are undone and it runs again for one. Later forwards cannot do
         so, because other microbatches are already under way with split backwards.
         """
-        before = None if beside else self._state(part, microbatch, leaves)
+        before = None if beside else self._find_state(part, microbatch, leaves)
         deferral = Deferral()
         deferral.beside = beside
         try:
@@ -222,7 +222,7 @@ class StageOperations:
         part.whole, part.tried = observation.reason, True
         return output
 
-    def _state(self, part: Stage, microbatch: int, leaves: list[Any]) -> ForwardState:
+    def _find_state(self, part: Stage, microbatch: int, leaves: list[Any]) -> ForwardState:
         """The state before a forward of a stage."""
         feed, graph = self.step_input, self.program.graph
         front, back = not graph.inputs_of(part.index), not graph.outputs_of(part.index)
@@ -235,7 +235,7 @@ class StageOperations:
         ]
         return ForwardState.capture(modules, inputs, self.side_outputs)
 
-    def _loss_of(self, microbatch: int) -> Callable[[Any], Tensor] | None:
+    def _compute_loss(self, microbatch: int) -> Callable[[Any], Tensor] | None:
         """The loss of a microbatch as a function of the output, for a stage that recomputes both."""
         loss, targets = self.loss, self.step_input.targets
         return (lambda output: loss(output, targets, microbatch)) if self.step_input.losses else None
@@ -254,13 +254,13 @@ class StageOperations:
             return [], []
         loss = self.loss(result, feed.targets, microbatch) if loss is None else loss
         scale = feed.scales[microbatch]
-        kept = loss.detach() if type(loss) is Tensor else gather_full(loss.detach())
-        if kept.untyped_storage().nbytes() > kept.element_size():  # torch's mean of squares keeps the memory of all of them
-            kept = kept.clone()
+        value = loss.detach() if type(loss) is Tensor else gather_full(loss.detach())
+        if value.untyped_storage().nbytes() > value.element_size():  # torch's mean of squares keeps the memory of all of them
+            value = value.clone()
         if feed.slices is None:
-            feed.share.losses[microbatch] = kept, scale
+            feed.share.losses[microbatch] = value, scale
         else:
-            feed.slices.note_loss(feed, microbatch, kept)
+            feed.slices.note_loss(feed, microbatch, value)
         if not (loss.requires_grad and scale):
             return [], []
         return [loss], [torch.full_like(loss, scale * feed.factor)]

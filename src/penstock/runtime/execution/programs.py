@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.errors import PassError, ScheduleError
 from penstock.ir import codes
-from penstock.ir.kind import Kind
+from penstock.ir.kind import COPIES, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Rows
 from penstock.ir.schedule import Schedule
@@ -17,10 +17,14 @@ from penstock.ir.table import Table
 from penstock.passes.buffers import Buffers
 from penstock.passes.lower import lower
 from penstock.passes.merge_backward import MergeBackward
+from penstock.passes.offload import Offload, move_activations
 from penstock.passes.pass_list import PassList
 from penstock.passes.send_receive import SendReceive
 from penstock.passes.shard import Shard
 from penstock.verifier.verify import verify
+
+OffloadChoice = bool | int | Sequence[int] | Offload | None
+"""The percentage of each rank's activations to move to host memory, one per rank, or the pass with its options; True for all of them."""
 
 
 def find_table(source: Any, ranks: int, microbatches: int | None) -> Table:
@@ -42,6 +46,25 @@ def find_table(source: Any, ranks: int, microbatches: int | None) -> Table:
     if len(ends) > 1:
         raise ScheduleError(f"no stage reads stages {ends}: only one stage can produce the model's output")
     return table if microbatches is None else rebuild_table(table, int(microbatches))
+
+
+def add_moves(table: Table, choice: OffloadChoice) -> Table:
+    """The schedule with copies of activations to host memory, as `Pipeline(offload=)` asks for them."""
+    if choice is None:
+        return table
+    if not isinstance(table, Schedule):
+        raise ScheduleError(
+            f"offload={choice!r} adds copies of activations to a schedule, but {table.name or 'this'} is a program, which runs as it is: "
+            "give the schedule, or lower it with ps.lower(schedule, offload=...)"
+        )
+    if table.rows.is_kind(*COPIES).any():
+        raise ScheduleError(f"offload={choice!r}, but {table.name or 'the schedule'} moves activations already: leave offload= out")
+    if choice is False or choice == 0:
+        return table
+    if isinstance(choice, Offload):
+        return move_activations(table, choice)
+    shares = (100 if choice is True else choice) if isinstance(choice, int) else tuple(choice)
+    return move_activations(table, Offload(shares))
 
 
 def build_training_program(

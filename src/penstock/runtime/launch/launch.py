@@ -47,6 +47,7 @@ def launch(
     """
     if ranks < 1:
         raise ScheduleError(f"{ranks} ranks: at least 1 is needed")
+    backend = backend.lower()
     if sms is not None and backend != "threads":
         raise ScheduleError(f"sms={sms} splits one GPU among virtual ranks, but backend {backend!r} has none")
     if losses < 0 or (restart and not losses):

@@ -1,4 +1,4 @@
-"""What can be measured of a model and of a run: profiles for the planner, recorded timelines, metrics, and parity with the unpipelined
+"""Measurements of a model and of a run: profiles for the planner, recorded timelines, metrics, and parity with the unpipelined
 model.
 
 `profile.py` times each layer and counts its memory for the planner's `Profile`. `recorder.py` turns the clock readings of all ranks into

@@ -119,7 +119,7 @@ class _ShapeWatch:
                 self.waits.setdefault((rank, peer), Series()).add(step, wait)
         if self.steps % EVERY:
             return []
-        usual = _middle(sorted(self.makespans))
+        usual = _find_middle(sorted(self.makespans))
         drifts = self._compare_compute(usual)
         if not drifts and not any(series.is_suspect(LEAST_COMPUTE * usual) for series in self.compute.values()):
             drifts = self._compare_waits(LEAST_WAIT * usual)
@@ -171,7 +171,7 @@ class Series:
     @property
     def shift(self) -> float:
         """By how much the median has changed."""
-        return _middle(sorted(self._list_recent())) - _middle(self.reference)
+        return _find_middle(sorted(self._list_recent())) - _find_middle(self.reference)
 
     def has_changed(self, least: float) -> bool:
         """Whether the last steps differ from the reference by more than noise, by more than `least`, and by enough to matter."""
@@ -179,24 +179,28 @@ class Series:
             return False
         reference, recent = self.reference, sorted(self._list_recent())
         apart = _take_lower_fifth(recent) > _take_upper_fifth(reference) or _take_upper_fifth(recent) < _take_lower_fifth(reference)
-        return apart and abs(_middle(recent) - _middle(reference)) > max(least, LEAST * _middle(reference))
+        return apart and abs(_find_middle(recent) - _find_middle(reference)) > max(least, LEAST * _find_middle(reference))
 
     def is_suspect(self, least: float) -> bool:
         """Whether the very last steps alone look as if there were a change, even half as large as one that is reported."""
         if len(self.recent) < SUSPECT:
             return False
-        last, middle = _middle(sorted(self._list_recent()[-SUSPECT:])), _middle(self.reference)
+        last, middle = _find_middle(sorted(self._list_recent()[-SUSPECT:])), _find_middle(self.reference)
         apart = last > _take_upper_fifth(self.reference) or last < _take_lower_fifth(self.reference)
         return apart and abs(last - middle) > max(least, LEAST * middle) / 2
 
     def locate_change(self) -> tuple[int, int, float, float]:
         """The step that a change began with, the last step, and the medians before and since."""
-        values, before, after = [seconds for _, seconds in self.recent], _middle(self.reference), _middle(sorted(self._list_recent()))
+        values, before, after = (
+            [seconds for _, seconds in self.recent],
+            _find_middle(self.reference),
+            _find_middle(sorted(self._list_recent())),
+        )
         near = abs(after - before) / 2
         is_old, is_new = ([abs(value - level) < near for value in values] for level in (before, after))
         # The beginning leaves as few new values before it, and as few old ones after it, as possible.
         begin = min(range(len(values) - WINDOW // 2), key=lambda at: sum(is_new[:at]) + sum(is_old[at:]))
-        return self.recent[begin][0], self.recent[-1][0], before, _middle(sorted(values[begin:]))
+        return self.recent[begin][0], self.recent[-1][0], before, _find_middle(sorted(values[begin:]))
 
     def _list_recent(self) -> list[float]:
         return [seconds for _, seconds in list(self.recent)[-WINDOW:]]
@@ -211,5 +215,5 @@ def _take_upper_fifth(ordered: Sequence[float]) -> float:
     return ordered[-1 - len(ordered) // 5]
 
 
-def _middle(ordered: Sequence[float]) -> float:
+def _find_middle(ordered: Sequence[float]) -> float:
     return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2

@@ -66,7 +66,7 @@ class MeasuredLayer:
         sizes = {
             "activation": held,
             "weight_stash": stash,
-            "workspace": self._workspace(held),
+            "workspace": self._measure_workspace(held),
             "output": bytes_of(output),
             "parameters": sum(module_sizes(module).values()),
             "gradients": bytes_of([p.grad for p in module.parameters()]),
@@ -104,7 +104,7 @@ class MeasuredLayer:
     # What a slice of a sequence does otherwise ------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """What comes before each forward, and is not part of it."""
+        """A step before each forward that is not part of it."""
 
     def _run_stage(self, leaves: Any) -> Any:
         return self.stage.run([leaves], {})
@@ -143,7 +143,7 @@ class MeasuredLayer:
         f, _, i, w = watch.seconds()
         return f, i, w
 
-    def _workspace(self, held: int) -> int:
+    def _measure_workspace(self, held: int) -> int:
         """The peak memory of F, I, W and B beyond what is held; 0 if the device does not count it."""
         if not is_initialized():
             return 0
@@ -152,11 +152,11 @@ class MeasuredLayer:
         run = self._forward(detach_as_leaves(self.inputs))
         grads = run.make_ones()
         beyond = [peak.bytes() - held - (bytes_of(run.output) if self.loss is None else 0)]
-        beyond += [_peak_of(lambda: self._backward(run, grads)), _peak_of(lambda: self.stage.backward_weights(run.deferral))]
+        beyond += [_measure_peak(lambda: self._backward(run, grads)), _measure_peak(lambda: self.stage.backward_weights(run.deferral))]
         self._prepare()
         whole = self._forward(detach_as_leaves(self.inputs), split=False)
         whole_grads = whole.make_ones()
-        return max(0, *beyond, _peak_of(lambda: run_backward(whole.ends, whole_grads) if whole.ends else None))
+        return max(0, *beyond, _measure_peak(lambda: run_backward(whole.ends, whole_grads) if whole.ends else None))
 
     def _measure_held(self) -> tuple[int, int, Any]:
         """The bytes held from F to I, those held from I to W, and the output."""
@@ -176,7 +176,7 @@ class MeasuredLayer:
         return bytes_without(held, own), bytes_without(stash, own), output
 
 
-def _peak_of(work: Callable[[], None]) -> int:
+def _measure_peak(work: Callable[[], None]) -> int:
     peak = PeakMemory()
     work()
     return peak.bytes()

@@ -67,7 +67,7 @@ class StepMetrics:
     samples: int | None
     """The batch elements of the step; None if the batch has no tensor to count them by."""
     tokens: float | None
-    """What the pipeline's `weight` counts, valid tokens for example; None without `weight`."""
+    """The sum of the pipeline's `weight`, valid tokens for example; None without `weight`."""
     makespan: float
     """Seconds from the first action of any rank to the end of the last."""
     bubble: float
@@ -107,10 +107,10 @@ OnStep = Callable[[StepMetrics], None]
 
 def list_callbacks(on_step: OnStep | Sequence[OnStep] | None) -> tuple[OnStep, ...]:
     """Return the callbacks as a tuple; refuse anything that cannot be called."""
-    given: Any = on_step
-    callbacks = () if given is None else (given,) if callable(given) else given
+    value: Any = on_step
+    callbacks = () if value is None else (value,) if callable(value) else value
     if not isinstance(callbacks, list | tuple) or not all(map(callable, callbacks)):
-        raise ScheduleError(f"on_step must be a function of a step's metrics, or a list of them, got {given!r}")
+        raise ScheduleError(f"on_step must be a function of a step's metrics, or a list of them, got {value!r}")
     return tuple(callbacks)
 
 
@@ -149,7 +149,7 @@ class StepMeter:
         times = StepTimes.of(executor)
         begun, ended = times.begun, times.ended
         if executor not in self._places:
-            self._places[executor] = _places_by_name(executor)
+            self._places[executor] = _find_places(executor)
         places = self._places[executor]
         sums = {name: sum(ended[at] - begun[at] for at in places[name]) for name in COMPUTE}
         computed = places["all"]
@@ -185,7 +185,7 @@ class StepMeter:
             callback(metrics)
 
 
-def _places_by_name(executor: Executor) -> dict[str, list[int]]:
+def _find_places(executor: Executor) -> dict[str, list[int]]:
     """Where a rank's forwards, backwards, overlapped and all compute actions stand in its program."""
     places: dict[str, list[int]] = {name: [] for name in (*COMPUTE, "all")}
     for at, action in enumerate(executor.actions):
@@ -207,7 +207,7 @@ def combine_shares(step: int, shares: Sequence[ResultShare]) -> StepMetrics:
     ahead = [0 if rank.machine == times[0].machine else rank.common - times[0].common for rank in times]
     working = [(rank.first - offset, rank.last - offset) for rank, offset in zip(times, ahead, strict=True) if rank.first]
     makespan = max(last for _, last in working) - min(first for first, _ in working)
-    ranks = tuple(_rank_metrics(rank, makespan) for rank in times)
+    ranks = tuple(_build_rank_metrics(rank, makespan) for rank in times)
     sizes = next((share.sizes for share in shares if share.sizes is not None), None)
     return StepMetrics(
         step=step,
@@ -222,7 +222,7 @@ def combine_shares(step: int, shares: Sequence[ResultShare]) -> StepMetrics:
     )
 
 
-def _rank_metrics(times: RankTimes, makespan: int) -> RankMetrics:
+def _build_rank_metrics(times: RankTimes, makespan: int) -> RankMetrics:
     idle = makespan - times.forward - times.backward - times.overlapped
     waits = {source: times.waits[source] / 1e9 for source in sorted(times.waits)}
     return RankMetrics(times.forward / 1e9, times.backward / 1e9, times.overlapped / 1e9, idle / 1e9, waits)

@@ -135,7 +135,7 @@ class ComparedPipeline(Protocol):
 
 @dataclass
 class _StepOutcome:
-    """What a step has computed and left behind: on one rank, or in the reference."""
+    """The numbers and state after a step: on one rank, or in the reference."""
 
     numbers: dict[str, Tensor | None]
     """The loss, and the gradients by parameter."""
@@ -148,8 +148,12 @@ class _StepOutcome:
     @classmethod
     def collect(cls, loss: Tensor | None, parameters: Iterable[tuple[str, nn.Parameter]], parts: Mapping[int, Part]) -> _StepOutcome:
         grads = {name: parameter.grad for name, parameter in parameters}
-        numbers = {"loss": loss, **{name: _dense(grad) for name, grad in grads.items()}}
-        return cls(numbers, {name: _layout(grad) for name, grad in grads.items()}, {stage: _state(part) for stage, part in parts.items()})
+        numbers = {"loss": loss, **{name: _make_dense(grad) for name, grad in grads.items()}}
+        return cls(
+            numbers,
+            {name: _find_layout(grad) for name, grad in grads.items()},
+            {stage: _collect_state(part) for stage, part in parts.items()},
+        )
 
 
 _Layout = tuple[int, ...] | str | None
@@ -181,16 +185,16 @@ def compare_step(pipeline: ComparedPipeline, run: Callable[[StepInput], Tensor |
     with preserve_state([layer for part in mine_parts.values() for layer in part.modules]):
         pipeline.gather("kept", None)  # no rank changes a module that another has yet to capture
         pipeline.data.copy_buffers()
-        references = _reference_parts(pipeline, parts, mine_parts)
+        references = _build_reference_parts(pipeline, parts, mine_parts)
         again = _copy_parts(references)
         before = get_rng_state()
-        mine = _run_step(pipeline, mine_parts, run, feed)
+        own = _run_step(pipeline, mine_parts, run, feed)
         after = get_rng_state()
     loop = _Reference(pipeline, references, replace(pieces, scales=feed.microbatch_scales, seed=feed.seed, first=feed.first))
     if not _is_random_state_right(pipeline, loop, before, after):
-        mine.mismatches.append(f"random state of rank {pipeline.rank}")
-    mine.mismatches += wrong
-    outcomes = pipeline.gather("parity", mine)
+        own.mismatches.append(f"random state of rank {pipeline.rank}")
+    own.mismatches += wrong
+    outcomes = pipeline.gather("parity", own)
     others = [difference for outcome in outcomes for difference in _find_other_differences(outcome, loop.outcome)]
     numbers = [outcome.numbers for outcome in outcomes]
     compared = compare_numbers("microbatch loop", numbers, pipeline.data.sum_values(loop.outcome.numbers), others)
@@ -215,19 +219,19 @@ def _run_step(
     return outcome
 
 
-def _dense(grad: Tensor | None) -> Tensor | None:
+def _make_dense(grad: Tensor | None) -> Tensor | None:
     """A copy of a gradient that can be compared element by element."""
     return None if grad is None else grad.to_dense() if grad.layout is not torch.strided else grad.clone()
 
 
-def _layout(grad: Tensor | None) -> _Layout:
+def _find_layout(grad: Tensor | None) -> _Layout:
     """The memory layout of a gradient; strides along dimensions of size 1 do not matter."""
     if grad is None or grad.layout is not torch.strided:
         return None if grad is None else str(grad.layout)
     return tuple(0 if size == 1 else stride for size, stride in zip(grad.shape, grad.stride(), strict=True))
 
 
-def _state(part: Part) -> dict[str, Any]:
+def _collect_state(part: Part) -> dict[str, Any]:
     """The buffers and attributes of a stage's layers, under their names in the model."""
     return {
         f"{prefix}.{name}": value
@@ -244,7 +248,7 @@ def _split(batches: BatchSplitter, batch: StepArguments, count: int) -> StepInpu
     batch = batch.copy()
     dims, target = batches.dims_of(batch.args), None if batch.target is ABSENT else batch.target
     values = [(batch.args, dims), (target, batches.targets), *((kwargs, batches.kwargs) for kwargs in batch.stage_kwargs.values())]
-    sizes = [leaf.shape[dim] for value, dims in values for leaf, dim in _leaves(value, dims) if dim is not None]
+    sizes = [leaf.shape[dim] for value, dims in values for leaf, dim in _list_leaves(value, dims) if dim is not None]
     rows = torch.arange(sizes[0]).tensor_split(count) if sizes else ()
 
     def piece(leaf: Any, dim: int | None, number: int) -> Any:
@@ -254,19 +258,19 @@ def _split(batches: BatchSplitter, batch: StepArguments, count: int) -> StepInpu
         return part if leaf.requires_grad else part.data  # a stage may change it in place, unlike a slice
 
     def pieces(value: Any, dims: Any) -> list[Any]:
-        leaves, spec = _leaves(value, dims), pytree.tree_structure(value)
+        leaves, spec = _list_leaves(value, dims), pytree.tree_structure(value)
         return [pytree.tree_unflatten([piece(leaf, dim, number) for leaf, dim in leaves], spec) for number in range(count)]
 
     kwargs = {stage: pieces(values, batches.kwargs) for stage, values in batch.stage_kwargs.items()}
     return StepInput(pieces(batch.args, dims), kwargs, None if batch.target is ABSENT else pieces(target, batches.targets), [])
 
 
-def _leaves(value: Any, dims: Any) -> list[tuple[Any, int | None]]:
+def _list_leaves(value: Any, dims: Any) -> list[tuple[Any, int | None]]:
     """The leaves of a value, each with its batch dimension; None for those that are not split."""
     if dims is None or isinstance(dims, int):
         return [(leaf, dims if isinstance(leaf, Tensor) and leaf.dim() > 0 else None) for leaf in pytree.tree_leaves(value)]
     pairs = [(value[key], dims.get(key, 0)) for key in value] if isinstance(dims, dict) else zip(value, dims, strict=True)
-    return [leaf for part, dim in pairs for leaf in _leaves(part, dim)]
+    return [leaf for part, dim in pairs for leaf in _list_leaves(part, dim)]
 
 
 def _is_same_piece(feed: StepInput, pieces: StepInput, number: int) -> bool:
@@ -300,12 +304,12 @@ def _join_batch(data_ranks: int, batch: StepArguments, feed: StepInput) -> StepI
 # The reference ----------------------------------------------------------------------------------------------------------
 
 
-def _reference_parts(pipeline: ComparedPipeline, parts: Sequence[Part], mine: Mapping[int, Part]) -> list[Part]:
+def _build_reference_parts(pipeline: ComparedPipeline, parts: Sequence[Part], trained: Mapping[int, Part]) -> list[Part]:
     """Copies of all stages, with the state of the ranks that train them, and without recomputation."""
     copies = _copy_parts(parts)
-    held = {stage: (_unwrap(part.module).state_dict(), _state(part)) for stage, part in mine.items()}
-    for theirs in reversed(pipeline.gather("states", held)):  # a rank trains only its own stages
-        for stage, (tensors, state) in theirs.items():
+    own_states = {stage: (_unwrap(part.module).state_dict(), _collect_state(part)) for stage, part in trained.items()}
+    for states in reversed(pipeline.gather("states", own_states)):  # a rank trains only its own stages
+        for stage, (tensors, state) in states.items():
             copies[stage].module.load_state_dict(tensors)
             for prefix, layer in zip(copies[stage].layers, copies[stage].modules, strict=True):
                 own = {name.removeprefix(f"{prefix}."): value for name, value in state.items() if name.startswith(f"{prefix}.")}
@@ -421,18 +425,18 @@ def _find_other_differences(outcome: _StepOutcome, expected: _StepOutcome) -> It
             yield Difference(f"{name} (strides)", math.inf, math.inf)
     for stage, state in outcome.states.items():
         for name in {**state, **expected.states[stage]}:
-            yield _value_difference(name, state.get(name), expected.states[stage].get(name))
+            yield _measure_value_difference(name, state.get(name), expected.states[stage].get(name))
     for name in outcome.mismatches:
         yield Difference(name, math.inf, math.inf)
 
 
-def _value_difference(name: str, actual: Any, expected: Any) -> Difference | None:
+def _measure_value_difference(name: str, actual: Any, expected: Any) -> Difference | None:
     if is_same_value(actual, expected):
         return None
     if isinstance(actual, float) and isinstance(expected, float):
         actual, expected = torch.tensor(actual, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
     if isinstance(actual, Tensor) and isinstance(expected, Tensor) and actual.shape == expected.shape:
-        return _difference(name, actual, expected)
+        return _measure_difference(name, actual, expected)
     return Difference(name, math.inf, math.inf)
 
 
@@ -440,21 +444,21 @@ def compare_numbers(
     reference: str, actual: list[dict[str, Tensor | None]], expected: dict[str, Tensor | None], others: Sequence[Difference | None] = ()
 ) -> Comparison:
     """Compare the numbers of every rank with the reference's, add `others`, and keep the worst difference of each name."""
-    differences = [_difference(name, value, expected.get(name)) for rank in actual for name, value in rank.items()]
+    differences = [_measure_difference(name, value, expected.get(name)) for rank in actual for name, value in rank.items()]
     together = {name: value for rank in actual for name, value in rank.items()}
-    norms = [_norm(values) for values in (together, {name: expected[name] for name in together if name in expected})]
-    differences += [_difference("norm", *norms), *others]
+    norms = [_measure_norm(values) for values in (together, {name: expected[name] for name in together if name in expected})]
+    differences += [_measure_difference("norm", *norms), *others]
     ordered = sorted((difference for difference in differences if difference is not None), key=lambda difference: difference.relative)
     worst = {difference.name: difference for difference in ordered}
     return Comparison(reference, not worst, sorted(worst.values(), key=lambda difference: -difference.relative))
 
 
-def _norm(values: dict[str, Tensor | None]) -> Tensor | None:
+def _measure_norm(values: dict[str, Tensor | None]) -> Tensor | None:
     grads = [value.double() for name, value in values.items() if name != "loss" and value is not None]
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads])) if grads else None
 
 
-def _difference(name: str, actual: Tensor | None, expected: Tensor | None) -> Difference | None:
+def _measure_difference(name: str, actual: Tensor | None, expected: Tensor | None) -> Difference | None:
     if actual is None or expected is None:
         return None if actual is expected else Difference(name, math.inf, math.inf)
     if torch.equal(actual, expected):

@@ -111,7 +111,7 @@ def count_rows(sample: Any) -> int:
 
 
 def _make_meter(transformer: Any, loss: Loss | None, args: Any, slices: int | Sequence[SlicePlace]) -> SliceMeter:
-    """What measures slices; `transformer` is a model of transformers, which cuts its inputs by itself."""
+    """The meter of slices; `transformer` is a model of transformers, which cuts its inputs by itself."""
     shapes = [leaf.shape for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim() > 1]
     if not shapes:
         raise ScheduleError("slices= needs a sample with a sequence: a tensor whose second dimension is its tokens")
@@ -137,7 +137,7 @@ def _make_meter(transformer: Any, loss: Loss | None, args: Any, slices: int | Se
         places,
         tokens,
         cut,
-        make_memory=lambda lengths: Prefixes(len(lengths), lengths),
+        make_memory=Prefixes,
         loss=None if loss is None else make_cutter([tokens]).loss,
         can_slice=can_slice,
         cut_input=lambda value, lengths: mb.split_batch(value, 1, lengths),

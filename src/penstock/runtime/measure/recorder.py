@@ -66,11 +66,11 @@ def clock_offsets(group: Group, rank: int, deadline: float) -> list[int]:
         readings.append((before, clock()))
     everyone = group.gather(rank, "clocks", (machine_id(), readings), deadline)
     first_machine, first_readings = everyone[0]
-    return [0 if machine == first_machine else _offset(theirs, first_readings) for machine, theirs in everyone]
+    return [0 if machine == first_machine else _find_offset(other_readings, first_readings) for machine, other_readings in everyone]
 
 
-def _offset(theirs: Sequence[tuple[int, int]], first: Sequence[tuple[int, int]]) -> int:
-    rounds = zip(theirs, first, strict=True)
+def _find_offset(readings: Sequence[tuple[int, int]], first: Sequence[tuple[int, int]]) -> int:
+    rounds = zip(readings, first, strict=True)
     _, twice = min((end - start + last - begin, start + end - begin - last) for (start, end), (begin, last) in rounds)
     return twice // 2
 

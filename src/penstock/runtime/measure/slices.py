@@ -1,7 +1,7 @@
 """Measure slices of a sequence: each layer with several lengths and prefixes, and the terms that are fitted to that.
 
 A slice is measured as a stage runs it. What the layers keep of the tokens before it comes from a forward of these tokens, which is not
-timed. Keys and values are shared by all slices of a microbatch, so they are counted apart: each slice's share of them, and as many numbers
+timed. Keys and values are kept for longer than an activation, so they are counted apart: each slice's share of them, and as many numbers
 again for the gradients that later slices add to.
 """
 
@@ -17,21 +17,18 @@ from torch import Tensor
 
 from penstock.errors import ScheduleError
 from penstock.planner.profile import Layer, SliceCost, SliceCosts
-from penstock.planner.profile.slices import TERMS, TIME_TERMS, Point, fit_slice_cost
+from penstock.planner.profile.slices import SUM_BYTES, TERMS, TIME_TERMS, Point, fit_slice_cost
 from penstock.runtime.batch.loss import Loss
 from penstock.runtime.measure.layer import MeasuredLayer, bytes_of
 from penstock.runtime.tensors.boundary import detach_tree
 from penstock.runtime.torch_internals import pytree
-
-_SUM_BYTES = 4
-"""Gradients of fewer bytes per number are summed in so many."""
 
 SlicePlace = tuple[int, int]
 """The length of a slice, and the tokens before it."""
 
 
 class PrefixMemory(Protocol):
-    """What the layers of stages keep of the slices of a microbatch."""
+    """The tensors that layers of stages keep of the slices of a microbatch."""
 
     def forward(self, stage: int, unit: int, *, share: float, training: bool) -> AbstractContextManager[None]:
         """Return a context for the forward of a slice."""
@@ -43,11 +40,11 @@ class PrefixMemory(Protocol):
         """Wrap the backward of a slice."""
 
     def list_kept(self) -> list[Tensor]:
-        """Return the tensors that are kept of a microbatch's slices, each with room for all of them."""
+        """Return the tensors that are kept of a microbatch's slices."""
 
 
-MakeMemory = Callable[[list[int]], PrefixMemory]
-"""Makes the memory of a microbatch with slices of these lengths."""
+MakeMemory = Callable[[int], PrefixMemory]
+"""Makes the memory of a microbatch with so many slices."""
 
 
 def list_places(tokens: int, slices: int) -> list[SlicePlace]:
@@ -96,7 +93,7 @@ class MeasuredSlice(MeasuredLayer):
 
     def _prepare(self) -> None:
         assert self.make_memory is not None
-        self._memory = self.make_memory(self.lengths)
+        self._memory = self.make_memory(len(self.lengths))
         if self._number:
             with torch.no_grad(), self._memory.forward(self.stage.index, 0, share=1.0, training=True):
                 self.output_before = detach_tree(self.stage.run([detach_tree(self.before)], {}))
@@ -117,14 +114,13 @@ class MeasuredSlice(MeasuredLayer):
 
     def _list_shared(self) -> list[Tensor]:
         assert self._memory is not None
-        kept, tokens = self._memory.list_kept(), sum(self.lengths)
-        self.keys = bytes_of(kept) / tokens
-        self.sums = sum(tensor.numel() * max(tensor.element_size(), _SUM_BYTES) for tensor in kept) / tokens
-        return kept
+        tensors, tokens = self._memory.list_kept(), sum(self.lengths)
+        self.keys = bytes_of(tensors) / tokens
+        self.sums = sum(tensor.numel() * max(tensor.element_size(), SUM_BYTES) for tensor in tensors) / tokens
+        return tensors
 
-    def _workspace(self, held: int) -> int:
-        made = 0 if self._number else round(self.keys * sum(self.lengths))  # the first slice makes the room for keys and values
-        return super()._workspace(held + made)
+    def _measure_workspace(self, held: int) -> int:
+        return super()._measure_workspace(held + round(self.keys * self.lengths[-1]))
 
 
 # All layers -----------------------------------------------------------------------------------------------------------
@@ -149,7 +145,7 @@ class SliceMeter:
     """Cuts the input of any layer, for those behind a layer that has no slices."""
 
     def measure(self, layers: Sequence[MeasuredLayer], warmup: int, repeats: int) -> list[SliceCosts | None]:
-        """What a slice takes on each layer, which was measured on the whole sequence before; None if it cannot run on slices."""
+        """The costs of a slice on each layer, which was measured on the whole sequence before; None if it cannot run on slices."""
         able = [self.can_slice(layer) for layer in layers]
         measured = [self._measure_place(place, layers, able, warmup) for place in self.places]
         for _ in range(repeats):
@@ -213,14 +209,14 @@ def fit_layer(whole: Layer, tokens: int, slices: Sequence[tuple[SlicePlace, Meas
     f, i, w = map(fit_time, ("f", "i", "w"))
     total = f + i + w
     error = max(abs(total.at(*place) - layer.time) / layer.time for place, layer in timed if layer.time)
-    keys = max(layer.keys + layer.sums for _, layer in slices)
     return SliceCosts(
         f=f,
         i=i,
         w=w,
-        activation=fit_size("activation") + SliceCost(token=keys),
+        activation=fit_size("activation"),
         weight_stash=fit_size("weight_stash"),
         workspace=fit_size("workspace"),
-        keys=keys,
+        keys=max(layer.keys for _, layer in slices),
+        key_gradients=max(layer.sums for _, layer in slices),
         error=error,
     )

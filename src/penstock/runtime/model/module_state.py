@@ -105,10 +105,10 @@ class ModuleState:
 
     def assign(self, values: Mapping[str, Any]) -> None:
         """Give the module copies of these values, by dotted name; attributes that it does not have are added."""
-        held = {value.name: value for value in self._entries}
+        by_name = {value.name: value for value in self._entries}
         attributes = {place.prefix: place.holder for place in self._places}
         for name, contents in values.items():
-            value, (prefix, _, key) = held.get(name), name.rpartition(".")
+            value, (prefix, _, key) = by_name.get(name), name.rpartition(".")
             if value is not None:
                 value.assign(contents)
             elif prefix in attributes:
@@ -155,9 +155,9 @@ class ModuleVersions:
         """Capture the current state, except what has one of these dotted names."""
         parts = [(prefix, part) for prefix, part in module.named_modules() if _may_hold_state(part)]
         places = [_Place(prefix, holder) for prefix, part in parts for holder in (own_buffers(part), vars(part))]
-        entries = [(place, key, value, _version(value)) for place in places for key, value in place.entries()]
-        kept = [entry for entry in entries if entry[0].name_of(entry[1]) not in skip]
-        return cls(kept, [(place, len(place.holder)) for place in places], skip)
+        entries = [(place, key, value, _find_version(value)) for place in places for key, value in place.entries()]
+        others = [entry for entry in entries if entry[0].name_of(entry[1]) not in skip]
+        return cls(others, [(place, len(place.holder)) for place in places], skip)
 
     def changes(self, *, set_first: bool = True) -> tuple[ModuleState, list[str]]:
         """Return the earlier state of what was replaced or added, and the names of what was changed in place.
@@ -170,7 +170,7 @@ class ModuleVersions:
             now = place.holder.get(key, _MISSING)
             if now is not value and (set_first or value is not None) and not _is_same(now, value, None):
                 replaced.append(_Value(place, key, value, None))
-            if version != -1 and _version(value) != version:
+            if version != -1 and _find_version(value) != version:
                 in_place.append(place.name_of(key))
         if set_first and any(len(place.holder) != size for place, size in self._sizes):
             added = _find_added((place for place, _ in self._sizes), ((place, key) for place, key, _, _ in self._entries))
@@ -193,7 +193,7 @@ def _may_hold_state(part: nn.Module) -> bool:
     return not own or bool(own_buffers(part) or has_forward_hooks(part))
 
 
-def _version(value: Any) -> int:
+def _find_version(value: Any) -> int:
     """Return the version of a tensor, or the length of a container; -1 for everything else."""
     if isinstance(value, Tensor):
         return -1 if value.is_inference() else read_version(value)
@@ -288,7 +288,7 @@ class _Contents:
     def is_same(self, container: Any) -> bool:
         if isinstance(container, set):
             return container == set(self.values)
-        keys, values = _keys_and_values(container)
+        keys, values = _list_keys_and_values(container)
         if keys != self.keys or len(values) != len(self.values):
             return False
         return all(map(_is_same, values, self.values, self.tensors))
@@ -313,7 +313,7 @@ def is_same_value(one: Any, other: Any) -> bool:
 def _is_plain(value: Any) -> bool:
     """Whether a value can be compared and sent: a tensor that is not a parameter, a plain value, or a container of those."""
     if isinstance(value, _CONTAINERS):
-        keys, values = _keys_and_values(value)
+        keys, values = _list_keys_and_values(value)
         return type(value) in _CONTAINERS and all(map(_is_plain, (*keys, *values)))
     if isinstance(value, Tensor):
         return type(value) is Tensor and _copy_tensor(value) is not None
@@ -327,13 +327,13 @@ def _put(holder: dict[str, Any], key: str, value: Any) -> None:
         holder[key] = value
 
 
-def _keys_and_values(container: Any) -> tuple[list[Any], list[Any]]:
+def _list_keys_and_values(container: Any) -> tuple[list[Any], list[Any]]:
     return (list(container), list(container.values())) if isinstance(container, dict) else ([], list(container))
 
 
 def _copy(value: Any) -> Tensor | _Contents | None:
     if isinstance(value, _CONTAINERS):
-        keys, values = _keys_and_values(value)
+        keys, values = _list_keys_and_values(value)
         return _Contents(keys, values, [_copy_tensor(value) for value in values])
     return _copy_tensor(value)
 
@@ -356,11 +356,11 @@ def _stand_in(value: Tensor, contents: Tensor) -> Tensor:
 
 def _restore_tensor(value: Tensor, copy: Tensor) -> None:
     # Through `data`, unseen by autograd: batch norm saves its buffers for the backward, which refuses changed ones.
-    mine = to_local(value.detach())
-    if mine.shape != copy.shape or mine.dtype != copy.dtype or mine.device != copy.device:
+    local = to_local(value.detach())
+    if local.shape != copy.shape or local.dtype != copy.dtype or local.device != copy.device:
         value.data = copy.clone()
-    elif not _is_equal(mine, copy):
-        mine.data.copy_(copy)
+    elif not _is_equal(local, copy):
+        local.data.copy_(copy)
 
 
 def _is_same(now: Any, value: Any, copy: Any) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -131,16 +130,16 @@ def partition(model: Any, stages: int, split: Any = None) -> Partition:
     """
     _check_materialised(model)
     if isinstance(model, Mapping):
-        return _from_map(model, stages)
+        return _cut_by_map(model, stages)
     if isinstance(model, (list, tuple)) or (isinstance(model, nn.ModuleList) and split is None):
         if len(model) != stages:
             raise PlacementError(f"{len(model)} modules for {stages} stages: give one per stage")
-        return _from_map(dict(enumerate(model)), stages)
+        return _cut_by_map(dict(enumerate(model)), stages)
     if hasattr(split, "cut"):
         return split.cut(model, stages)  # type: ignore[no-any-return]
     if not isinstance(model, nn.Module):
         raise PlacementError(f"a model is a module, a list of modules or a map of modules by stage, got {type(model).__name__}")
-    names, layers = _layers(model, split)
+    names, layers = _list_layers(model, split)
     cuts = cut_units([[layer] for layer in layers], stages, split.sizes if isinstance(split, Layers) else split, model, unit="layer")
     _check_coverage(model, names, layers, split.unused if isinstance(split, Layers) else ())
     return Partition(tuple(_make_part([names[k] for k in chosen], [layers[k] for k in chosen]) for chosen in cuts))
@@ -170,7 +169,7 @@ def _check_materialised(model: Any) -> None:
                 raise PlacementError(f"{name!r} has no shape before its layer has run: run the model on a sample, then make the pipeline")
 
 
-def _layers(model: nn.Module, split: Any) -> tuple[list[str], list[nn.Module]]:
+def _list_layers(model: nn.Module, split: Any) -> tuple[list[str], list[nn.Module]]:
     """Return the names and modules of the model's layers in the order in which they run."""
     if isinstance(split, Layers):
         inner = _find(model, split.layers)
@@ -206,17 +205,19 @@ def balance_layers(weights: Sequence[int], stages: int, what: str) -> list[int]:
     if len(weights) < stages:
         raise PlacementError(f"{what} has {len(weights)} layers, too few for {stages} stages")
     sums = [0, *accumulate(weights)]
-
-    @cache
-    def find_best(end: int, count: int) -> tuple[int, int]:
-        """The smallest possible largest sum of the first `end` layers in `count` stages, and where the last of them starts."""
-        if count == 1:
-            return sums[end], 0
-        return min((max(find_best(start, count - 1)[0], sums[end] - sums[start]), start) for start in range(count - 1, end))
-
+    largest = [sums]
+    """By stages and layers, counted from one and zero: the smallest possible largest sum of the first layers in the first stages."""
+    starts: list[list[int]] = [[0] * len(sums)]
+    """The same for where the last of these stages starts."""
+    for count in range(1, stages):
+        before, values, places = largest[-1], [0] * len(sums), [0] * len(sums)
+        for end in range(count + 1, len(sums) - (stages - 1 - count)):  # the stages behind need a layer each
+            values[end], places[end] = min((max(before[start], sums[end] - sums[start]), start) for start in range(count, end))
+        largest.append(values)
+        starts.append(places)
     ends = [len(weights)]
-    for count in range(stages, 0, -1):
-        ends.append(find_best(ends[-1], count)[1])
+    for count in range(stages - 1, -1, -1):
+        ends.append(starts[count][ends[-1]])
     return [end - start for end, start in pairwise(ends)][::-1]
 
 
@@ -240,7 +241,7 @@ def _check_coverage(model: nn.Module, names: Sequence[str], layers: Sequence[nn.
         )
 
 
-def _from_map(modules: Mapping[int, nn.Module], stages: int) -> Partition:
+def _cut_by_map(modules: Mapping[int, nn.Module], stages: int) -> Partition:
     wrong = [stage for stage in modules if stage not in range(stages)]
     if wrong:
         raise PlacementError(f"stage {wrong[0]!r} in the map of modules: there are stages 0 to {stages - 1}")

@@ -71,14 +71,14 @@ class RunningStatistics:
         several = {stage for stage in self.modules if len({copy[stage] for copy in placement.copies}) > 1}
         self._several = several if counts is None else set(self.modules)
         """The stages that several ranks hold, or of whose microbatches some do not count."""
-        self._norms = {stage: dict(_norm_layers(module)) for stage, module in self.modules.items()}
+        self._norms = {stage: dict(_list_norm_layers(module)) for stage, module in self.modules.items()}
         self.gathers = False
         """Whether ranks exchange their statistics at the end of a step."""
         if len(placement.copies) > 1:
-            mine = any(self._norms[stage] for stage in self._several)
-            self.gathers = any(gather("norm layers", mine))
+            has_norms = any(self._norms[stage] for stage in self._several)
+            self.gathers = any(gather("norm layers", has_norms))
         self._written: dict[LayerKey, dict[int, ForwardStatistics]] = {}
-        """What this step's forwards have written, by microbatch: one that is run again for a whole backward counts once."""
+        """The statistics that this step's forwards have written, by microbatch: one that is run again for a whole backward counts once."""
         self._checked: set[int] = set()
         """The stages whose first forward was checked for all changes of state."""
 
@@ -105,15 +105,16 @@ class RunningStatistics:
             active = {name: part for name, part in norms.items() if part.training and part.running_mean is not None}
             skip = {f"{name}.{key}" if name else key for name in active for key in _NAMES}
             with _refuse_other_changes(stage, module, skip, self._advice, first=stage not in self._checked):
-                held: _Buffers = {name: [own_buffers(part)[key] for key in _NAMES] for name, part in active.items()}
+                originals: _Buffers = {name: [own_buffers(part)[key] for key in _NAMES] for name, part in active.items()}
                 zeros: _Buffers = {
-                    name: [None if buffer is None else torch.zeros_like(buffer) for buffer in buffers] for name, buffers in held.items()
+                    name: [None if buffer is None else torch.zeros_like(buffer) for buffer in buffers]
+                    for name, buffers in originals.items()
                 }
                 try:
                     _set_buffers(active, zeros)
                     output = call(*args, **kwargs)
                 finally:
-                    _set_buffers(active, held)
+                    _set_buffers(active, originals)
             self._checked.add(stage)
             for name, part in active.items():
                 mean, variance, count = zeros[name]
@@ -128,10 +129,10 @@ class RunningStatistics:
     @torch.no_grad()
     def fold(self, gather: Gather) -> list[tuple[Tensor, Tensor]]:
         """Return each buffer with its value after the step, the same on all ranks."""
-        mine, self._written = self._written, {}
+        own, self._written = self._written, {}
         by_layer: dict[LayerKey, dict[int, ForwardStatistics]] = {}
-        for theirs in gather("running statistics", mine) if self.gathers else [mine]:
-            for key, written in theirs.items():
+        for share in gather("running statistics", own) if self.gathers else [own]:
+            for key, written in share.items():
                 by_layer.setdefault(key, {}).update(written)
         folded: list[tuple[Tensor, Tensor]] = []
         for (stage, name), forwards in by_layer.items():
@@ -176,7 +177,7 @@ def _fold(part: NormBase, forwards: Sequence[ForwardStatistics]) -> Iterator[tup
         yield part.num_batches_tracked, part.num_batches_tracked + (count - before)
 
 
-def _norm_layers(module: nn.Module) -> Iterator[tuple[str, NormBase]]:
+def _list_norm_layers(module: nn.Module) -> Iterator[tuple[str, NormBase]]:
     """Yield the norm layers that keep running statistics in a known way."""
     for name, part in module.named_modules():
         if isinstance(part, NormBase) and type(part).forward in _KNOWN and part.running_mean is not None and not is_lazy(part.running_mean):

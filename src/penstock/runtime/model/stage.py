@@ -35,7 +35,7 @@ class Stage:
         self.tried = False
         """Whether a forward has shown that the backward can be split."""
         self.whole: str | None = None
-        """What the stage does that prevents splitting its backward, once a forward has done so."""
+        """The reason why its backward cannot be split, once a forward has shown one."""
         self._deferrable: Deferrable | None = None
         self._memory: dict[int, str] | None = None
         self.tied: frozenset[int] = frozenset()

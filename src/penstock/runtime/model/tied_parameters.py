@@ -36,11 +36,11 @@ class _HeldParameter:
     ident: Hashable
     shape: tuple[int, ...]
     shard: tuple[tuple[str, int], ...] = ()
-    """Which part of it the rank holds, if it is sharded."""
+    """The part of it that the rank holds, if it is sharded."""
 
 
 class SharedParameters:
-    """Which parameters several ranks hold. Every rank of the pipeline makes one, at the same time.
+    """The parameters that several ranks hold. Every rank of the pipeline makes one, at the same time.
 
     If there are several copies of a parameter, all start from the values of the first, and their gradients are summed once at the end
     of a step. One object that several ranks hold, as virtual ranks may, sums its gradients by itself and belongs to the first of them.
@@ -64,31 +64,35 @@ class SharedParameters:
         self._rank, self._identify = rank, identify
         named = dict(parameters)
         known = {name: (stage, k) for stage, part in enumerate(partition.parts) if part for k, (name, _) in enumerate(part.parameters)}
-        mine = {name: _HeldParameter(known[name], identify(p), tuple(p.shape), shard_coordinates(p)) for name, p in named.items()}
+        own = {name: _HeldParameter(known[name], identify(p), tuple(p.shape), shard_coordinates(p)) for name, p in named.items()}
         tied = [[name for _, name, _ in holders] for holders in partition.list_tied()]
-        everyone = gather("parameters", (mine, known, tied, sums_apart))
-        groups = dict.fromkeys(tuple(group) for _, _, theirs, _ in everyone for group in theirs)
-        places = _find_places([theirs for _, theirs, _, _ in everyone], [*groups, *ties])
-        held = [(places[name], parameter, rank) for rank, (theirs, *_) in enumerate(everyone) for name, parameter in theirs.items()]
-        _check_shapes(held)
+        everyone = gather("parameters", (own, known, tied, sums_apart))
+        groups = dict.fromkeys(tuple(group) for _, _, tied_names, _ in everyone for group in tied_names)
+        places = _find_places([places_of_rank for _, places_of_rank, _, _ in everyone], [*groups, *ties])
+        placed = [
+            (places[name], parameter, rank)
+            for rank, (parameters_of_rank, *_) in enumerate(everyone)
+            for name, parameter in parameters_of_rank.items()
+        ]
+        _check_shapes(placed)
         apart = any(apart for *_, apart in everyone)
         owner: dict[Hashable, int] = {}
         idents: dict[Place, set[Hashable]] = {}
-        for place, parameter, holder in held:
+        for place, parameter, holder in placed:
             owner.setdefault(parameter.ident, holder)
             idents.setdefault(place, set()).add((parameter.ident, holder) if apart else parameter.ident)
-        several = {place for place, found in idents.items() if len(found) > 1}
+        several = {place for place, copies in idents.items() if len(copies) > 1}
         users: dict[Place, set[int]] = {}
-        for name, (stage, _) in ((name, at) for _, theirs, *_ in everyone for name, at in theirs.items()):
+        for name, (stage, _) in ((name, at) for _, places_of_rank, *_ in everyone for name, at in places_of_rank.items()):
             users.setdefault(places[name], set()).add(stage)
 
-        self.place: dict[str, Place] = {name: places[name] for name in mine}
+        self.place: dict[str, Place] = {name: places[name] for name in own}
         """For each of this rank's parameters, the place of the first copy of it."""
         self._copies = {name: place for name, place in self.place.items() if place in several}
         """This rank's parameters whose gradients are summed over ranks."""
-        self.owned = {name for name, parameter in mine.items() if owner[parameter.ident] == rank}
+        self.owned = {name for name, parameter in own.items() if owner[parameter.ident] == rank}
         """This rank's parameters that no earlier rank holds."""
-        self.one_object = any(owner[parameter.ident] != holder for _, parameter, holder in held)
+        self.one_object = any(owner[parameter.ident] != holder for _, parameter, holder in placed)
         """Whether any parameter is the same object on several ranks, so that steps must begin together."""
         self.active = bool(several)
         """Whether any rank has copies."""
@@ -117,22 +121,22 @@ class SharedParameters:
 
     def begin(self, parameters: NamedParameters, gather: Gather) -> None:
         """Begin a step: set aside the gradients accumulated before, so that only those of steps that were not finalized are summed."""
-        mine = self._list_held(parameters)
+        own = self._list_held(parameters)
         self._backup = {name: None if grad is None else grad.clone() for name, grad in self._postponed.items()}
-        self._before = {name: parameter.grad for name, parameter in mine.items()}
+        self._before = {name: parameter.grad for name, parameter in own.items()}
         if self.one_object:
             gather("begin", None)  # no rank adds to a gradient that another has yet to set aside
-        for name, parameter in mine.items():
+        for name, parameter in own.items():
             parameter.grad = self._postponed.pop(name, None)
 
     def postpone(self, parameters: NamedParameters, gather: Gather) -> None:
         """End a step that does not finalize its gradients: the next one goes on with this rank's, and sums them over ranks."""
         if not self.active:
             return
-        mine = self._list_held(parameters)
-        self._postponed = {name: parameter.grad for name, parameter in mine.items()}
+        own = self._list_held(parameters)
+        self._postponed = {name: parameter.grad for name, parameter in own.items()}
         gather("postpone", None)  # no rank restores a gradient that another, which has the same object, has yet to keep
-        for name, parameter in mine.items():
+        for name, parameter in own.items():
             parameter.grad = self._before[name]
         self._before = {}
 
@@ -156,18 +160,18 @@ class SharedParameters:
         """
         if not self.active:
             return
-        mine = self._list_held(parameters)
+        own = self._list_held(parameters)
         terms: dict[Place, list[_Term]] = {}
-        for name, parameter in mine.items():
+        for name, parameter in own.items():
             total = take_sum(parameter)
             # A sum that autograd has made belongs to the object, not to the rank.
             ident, grad = (self._identify(parameter), parameter.grad) if total is None else ((self._identify(parameter), self._rank), total)
             if grad is not None:
                 terms.setdefault(self._copies[name], []).append((ident, to_local(redistribute_like(grad, parameter))))
         everyone = gather("sum", terms)
-        sums = {place: _sum(term for theirs in everyone for term in theirs.get(place, ())) for place in {*self._copies.values()}}
+        sums = {place: _sum(term for share in everyone for term in share.get(place, ())) for place in {*self._copies.values()}}
         gather("summed", None)  # no rank changes a gradient that another has yet to add
-        for name, parameter in mine.items():
+        for name, parameter in own.items():
             before, total = self._before[name], sums[self._copies[name]]
             if total is None:
                 parameter.grad = before
@@ -191,11 +195,11 @@ def start_buffers_equal(modules: Mapping[int, nn.Module], placement: Placement, 
     _start_equal("buffers", [(key, to_local(buffer)) for key, buffer in named if not is_lazy(buffer)], gather)
 
 
-def _start_equal(name: str, held: Sequence[tuple[Hashable, Tensor]], gather: Gather) -> None:
+def _start_equal(name: str, copies: Sequence[tuple[Hashable, Tensor]], gather: Gather) -> None:
     """Give all copies of each tensor, which have the same key, the values of the first."""
-    everyone = gather(name, dict(reversed(held)))
-    for key, tensor in held:
-        first = next(theirs[key] for theirs in everyone if key in theirs)
+    everyone = gather(name, dict(reversed(copies)))
+    for key, tensor in copies:
+        first = next(share[key] for share in everyone if key in share)
         if first.data_ptr() != tensor.data_ptr() and first.shape == tensor.shape:
             tensor.copy_(first)
     gather(f"{name} copied", None)
@@ -211,11 +215,11 @@ def _sum(terms: Iterable[_Term]) -> Tensor | None:
 
 def _find_places(known: Sequence[dict[str, Place]], ties: Ties) -> dict[str, Place]:
     """Return the place of each name; tied names have that of the first of them."""
-    places = {name: place for theirs in known for name, place in theirs.items()}
+    places = {name: place for places_of_rank in known for name, place in places_of_rank.items()}
     for group in ties:
         for name in group:
             if name not in places:
-                raise PlacementError(f"ties name {name!r}, which is no parameter of the model: {nearest(name, places)}")
+                raise PlacementError(f"ties name {name!r}, which is not a parameter of the model: {nearest(name, places)}")
         for place in {places[name] for name in group}:
             first = min(places[name] for name in group)
             for name in [name for name, at in places.items() if at == place]:
@@ -223,9 +227,9 @@ def _find_places(known: Sequence[dict[str, Place]], ties: Ties) -> dict[str, Pla
     return places
 
 
-def _check_shapes(held: Sequence[tuple[Place, _HeldParameter, int]]) -> None:
+def _check_shapes(parameters: Sequence[tuple[Place, _HeldParameter, int]]) -> None:
     first: dict[Place, tuple[_HeldParameter, int]] = {}
-    for place, parameter, rank in held:
+    for place, parameter, rank in parameters:
         other, other_rank = first.setdefault(place, (parameter, rank))
         if other.shard != parameter.shard:
             raise PlacementError(

@@ -41,7 +41,7 @@ _BACKWARD = (Kind.B, Kind.I, Kind.W)
 
 
 class DataParallel:
-    """What this rank's stages do together with the other data ranks, if there are any.
+    """Data parallelism of this rank's stages, if there are other data ranks.
 
     The pipeline calls `agree` before each step, `begin` and `finish` around a training step (`postpone` instead of `finish` if it does not
     finalize its gradients), `settle` when a training step has succeeded, `finish_evaluation` after an evaluation, and `reset` when a step
@@ -70,14 +70,14 @@ class DataParallel:
         self._finalizes = True
         """Whether the REDUCE_GRAD actions of this step sum gradients; if not, they leave it to a later step."""
         modules = {index: stage.module for index, stage in stages.items()}
-        self.replicated = ReplicatedTensors(modules, {index: self._managed(index) for index in stages})
+        self.replicated = ReplicatedTensors(modules, {index: self._list_managed(index) for index in stages})
         self.start()
 
     def start(self) -> None:
         """Begin together with all ranks: give parameters and buffers the values of the first data rank that has not just come back."""
-        mesh, held = self.mesh, [parameter for stage in self.stages.values() for parameter in stage.module.parameters()]
-        mine = bool(self.sharded), any(map(is_dtensor, held))
-        everyone = [mine] if mesh is None else mesh.whole.gather(mesh.whole.rank, "shards", mine, self.deadline)
+        mesh, parameters = self.mesh, [parameter for stage in self.stages.values() for parameter in stage.module.parameters()]
+        own = bool(self.sharded), any(map(is_dtensor, parameters))
+        everyone = [own] if mesh is None else mesh.whole.gather(mesh.whole.rank, "shards", own, self.deadline)
         self.shard = self._shard if any(sharded for sharded, _ in everyone) else None
         self.scattered = any(scattered for _, scattered in everyone)
         self.active = self.group is not None or self.dtype is not None or self.shard is not None
@@ -123,7 +123,7 @@ class DataParallel:
         processes = mesh.data_processes
         if index in self.sharded:
             self.sharded[index].check(processes, mesh.data_dims)
-        known, others = self._managed(index), set(processes) - {processes[mesh.data.rank]}
+        known, others = self._list_managed(index), set(processes) - {processes[mesh.data.rank]}
         for name, parameter in module.named_parameters():
             if is_dtensor(parameter) and id(parameter) not in known and others & set(parameter.device_mesh.mesh.flatten().tolist()):
                 raise PlacementError(
@@ -131,7 +131,7 @@ class DataParallel:
                     "or let the pipeline do it with shard=True"
                 )
 
-    def _managed(self, index: int) -> set[int]:
+    def _list_managed(self, index: int) -> set[int]:
         """Return the ids of a stage's sharded parameters."""
         return self.sharded[index].managed if index in self.sharded else set()
 
@@ -155,8 +155,8 @@ class DataParallel:
         if self.group is None:
             step_input.normalise(step_input.total)
             return
-        mine = SameOnDataRanks.of(step_input), step_input.total, self.replicated.list_changed()
-        gathered = self.group.gather(self.group.rank, name, mine, self.deadline)
+        own = SameOnDataRanks.of(step_input), step_input.total, self.replicated.list_changed()
+        gathered = self.group.gather(self.group.rank, name, own, self.deadline)
         same, totals, changed = zip(*gathered, strict=True)
         SameOnDataRanks.check(same, self.group.describe_rank)
         step_input.normalise(sum(totals))
@@ -184,7 +184,7 @@ class DataParallel:
         seen: set[int] = set()
         parameters: dict[int, list[nn.Parameter]] = {}
         for index in reversed(reduces):
-            skip, own = seen | self._managed(index), self.stages[index].module.parameters()
+            skip, own = seen | self._list_managed(index), self.stages[index].module.parameters()
             parameters[index] = [p for p in own if (p.requires_grad or self.replicas.is_postponed(p)) and id(p) not in skip]
             seen |= {id(p) for p in parameters[index]}
         return parameters
@@ -226,8 +226,8 @@ class DataParallel:
         if self.group is None:
             return values
         total: dict[str, Tensor | None] = {}
-        for theirs in self.group.gather(self.group.rank, "sums", values, self.deadline):
-            for name, value in theirs.items():
+        for share in self.group.gather(self.group.rank, "sums", values, self.deadline):
+            for name, value in share.items():
                 before = total.get(name)
                 total[name] = before if value is None else value if before is None else before + value
         return total
@@ -318,9 +318,9 @@ class DataParallel:
         if not self._finalizes:
             return
         group, sharded = self.group, self.sharded.get(stage)
-        mine = self.replicas.present(stage), [] if sharded is None else sharded.present()
-        everyone = [mine] if group is None else group.gather(group.rank, f"{stage}REDUCE_GRAD", mine, self.deadline)
-        copies, shards = ([any(by_rank) for by_rank in zip(*theirs, strict=True)] for theirs in zip(*everyone, strict=True))
+        own = self.replicas.present(stage), [] if sharded is None else sharded.present()
+        everyone = [own] if group is None else group.gather(group.rank, f"{stage}REDUCE_GRAD", own, self.deadline)
+        copies, shards = ([any(by_rank) for by_rank in zip(*by_ranks, strict=True)] for by_ranks in zip(*everyone, strict=True))
         if group is not None and any(copies):
             with self.notice_losses(f"the gradients of stage {stage}"):
                 self.replicas.reduce(stage, copies, self._connection)
@@ -420,10 +420,10 @@ class ReplicatedTensors:
         for tensor in map(to_local, tensors):
             if tensor.device.type != "meta":
                 buckets.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        for held in buckets.values():
-            flat = torch.cat([tensor.reshape(-1) for tensor in held])
+        for bucket in buckets.values():
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             connection.broadcast([flat], options).wait()
-            for tensor, part in zip(held, torch.split(flat, [tensor.numel() for tensor in held]), strict=True):
+            for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
         self._versions |= {id(tensor): read_version(tensor) for tensor in tensors}
 
@@ -454,7 +454,7 @@ class ReplicaGradients:
     def begin(self, of_stage: dict[int, list[nn.Parameter]]) -> None:
         """Begin a step; `of_stage` are the parameters that each stage is the last to give gradients to."""
         self._of_stage, self._sums, self._running, self.ended = of_stage, {}, [], {}
-        self._before = [(parameter, parameter.grad) for held in of_stage.values() for parameter in held]
+        self._before = [(parameter, parameter.grad) for parameters in of_stage.values() for parameter in parameters]
         self._backup = {key: (parameter, _copy(grad), _copy(total)) for key, (parameter, grad, total) in self._postponed.items()}
         for parameter, _ in self._before:
             _, grad, total = self._postponed.pop(id(parameter), (parameter, None, None))
@@ -487,7 +487,7 @@ class ReplicaGradients:
         """Move new gradients into the sums in higher precision."""
         for parameter in parameters:
             grad = parameter.grad
-            if grad is not None and self._sums_up(parameter):
+            if grad is not None and self._is_summed(parameter):
                 total = self._sums.get(id(parameter))
                 if total is None:
                     self._sums[id(parameter)] = grad.to(self.dtype)
@@ -497,27 +497,27 @@ class ReplicaGradients:
                     total.add_(grad.to(self.dtype) if grad.is_sparse else grad)
                 parameter.grad = None
 
-    def _sums_up(self, parameter: nn.Parameter) -> bool:
+    def _is_summed(self, parameter: nn.Parameter) -> bool:
         return self.dtype is not None and gradient_dtype(parameter) != self.dtype and parameter.is_floating_point()
 
-    def _total(self, parameter: nn.Parameter) -> Tensor | None:
+    def _sum_total(self, parameter: nn.Parameter) -> Tensor | None:
         """Return this step's gradient so far."""
         return self._sums.get(id(parameter), parameter.grad)
 
     def present(self, stage: int) -> list[bool]:
         """Return for each of a stage's parameters whether it has a gradient in this step."""
-        return [self._total(parameter) is not None for parameter in self._of_stage.get(stage, ())]
+        return [self._sum_total(parameter) is not None for parameter in self._of_stage.get(stage, ())]
 
     def reduce(self, stage: int, wanted: Sequence[bool], connection: Any) -> None:
         """Start to sum a stage's gradients over all data ranks; `wanted` marks the parameters that any rank has a gradient for."""
         buckets: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in compress(self._of_stage.get(stage, ()), wanted):
-            total = self._total(parameter)
+            total = self._sum_total(parameter)
             if total is not None and total.is_sparse:
                 raise ScheduleError(
                     f"a parameter of stage {stage} has a sparse gradient, which cannot be summed over data ranks: use dense ones"
                 )
-            dtype = self.dtype if self.dtype is not None and self._sums_up(parameter) else gradient_dtype(parameter)
+            dtype = self.dtype if self.dtype is not None and self._is_summed(parameter) else gradient_dtype(parameter)
             buckets.setdefault((dtype, parameter.device), []).append(parameter)
         for (dtype, device), parameters in buckets.items():
             shapes = [to_local(parameter.detach()).shape for parameter in parameters]
@@ -525,7 +525,7 @@ class ReplicaGradients:
             split = torch.split(flat, [shape.numel() for shape in shapes])
             parts = [(parameter, part.view(shape)) for parameter, part, shape in zip(parameters, split, shapes, strict=True)]
             for parameter, part in parts:
-                total = self._total(parameter)
+                total = self._sum_total(parameter)
                 if total is not None:
                     part.copy_(to_local(redistribute_like(total, parameter)))
             self._running.append((stage, connection.allreduce([flat]), parts))

@@ -104,7 +104,7 @@ class ShardedStage:
             if not hasattr(state, "_reset_iter_state"):
                 check_private(state._state_ctx, "iter_forward_root", "post_backward_final_callback_queued")
         check_names("torch.distributed.fsdp._fully_shard._fsdp_collectives.AllGatherResult.all_gather_work")
-        self.groups = [group for part in self.modules for group in _groups(part)]
+        self.groups = [group for part in self.modules for group in _list_groups(part)]
         for group in self.groups:
             check_private(group, "_all_gather_result", "_wait_for_post_backward", "post_backward")
             check_private(group, "fsdp_params", "mesh_info", "device")
@@ -117,14 +117,14 @@ class ShardedStage:
         self._began = 0
         for part in self.modules:
             self._disable_hooks(part)
-        for connection in {connection for group in self.groups for connection in _connections(group)}:
+        for connection in {connection for group in self.groups for connection in _list_connections(group)}:
             # A waiting rank notices a failure long before; after one, a collective must not keep it for torch's default of half an hour.
             _set_timeout(timedelta(seconds=2 * deadline), connection)
 
     @staticmethod
     def _disable_hooks(part: FSDPModule) -> None:
         """Have torch gather, free and reduce nothing by itself, and make gradients sums rather than means."""
-        if any(hasattr(group.mesh_info, "shard_mesh_size") for group in _groups(part)):
+        if any(hasattr(group.mesh_info, "shard_mesh_size") for group in _list_groups(part)):
             part.set_reshard_after_forward(False, recurse=False)
         part.set_reshard_after_backward(False, recurse=False)
         part.set_requires_gradient_sync(False, recurse=False)
@@ -233,7 +233,7 @@ class ShardedStage:
 
     def finish(self) -> None:
         """End a step: drop what torch has noted for prefetching and streams."""
-        for state in self._roots():
+        for state in self._find_roots():
             context = state._state_ctx
             if getattr(context, "manual_backward_finalization_active", False) is None:
                 context.manual_backward_finalization_active = False  # from torch 2.15 on a backward sets it; an evaluation has none
@@ -251,15 +251,23 @@ class ShardedStage:
                     param.unsharded_accumulated_grad = None  # since torch 2.15 this is the gradient below
                 if hasattr(param, "_unsharded_param"):
                     param._unsharded_param.grad = None
-        for state in self._roots():
+        for state in self._find_roots():
             if hasattr(state, "_reset_iter_state"):
                 state._reset_iter_state()
             else:  # up to torch 2.12; later steps are refused anyway, see `DataParallel.agree`
                 state._state_ctx.iter_forward_root = None
                 state._state_ctx.post_backward_final_callback_queued = False
+                self._forget_training_state()
         self.reshard()
 
-    def _roots(self) -> Iterator[Any]:
+    def _forget_training_state(self) -> None:
+        """Have torch take a step that has failed in a forward as ended; else it does not reshard."""
+        idle = find_private("torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState").IDLE
+        for owner in (*(part._get_fsdp_state() for part in self.modules), *self.groups):
+            check_private(owner, "_training_state")
+            owner._training_state = idle
+
+    def _find_roots(self) -> Iterator[Any]:
         """Yield torch's root states, which are known once a forward has run."""
         states = {id(state): state for state in (part._get_fsdp_state() for part in self.modules)}
         return (state for state in states.values() if state._is_root)
@@ -274,7 +282,7 @@ def find_communication_context(part: FSDPModule) -> object:
     return context
 
 
-def _groups(part: FSDPModule) -> list[Any]:
+def _list_groups(part: FSDPModule) -> list[Any]:
     """Return a module's parameter groups, each of which torch gathers together."""
     state: Any = part._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
@@ -283,7 +291,7 @@ def _groups(part: FSDPModule) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def _connections(group: Any) -> list[Any]:
+def _list_connections(group: Any) -> list[Any]:
     """Return the process groups that gather and reduce a group of parameters."""
     names = ("shard_process_group", "reduce_scatter_process_group", "replicate_process_group")
     connections = [getattr(group.mesh_info, name) for name in names if hasattr(group.mesh_info, name)]

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -52,9 +53,9 @@ class BufferBackup:
         self._copies: list[tuple[Tensor, Tensor, int]] = []
 
     def take(self, modules: Iterable[nn.Module]) -> None:
-        """Copy the buffers that a step may change."""
+        """Copy the buffers of these modules, and of those inside them, that a step may change."""
         self._copies = []
-        for module in modules:
+        for module in chain.from_iterable(module.modules() for module in modules):
             statistics = isinstance(module, NormBase)
             for buffer in module.buffers(recurse=False):
                 if statistics or self._constant.get(id(buffer)) != read_version(buffer):
@@ -181,7 +182,7 @@ def clip_grad_norm(
 
 def _merge_first(everyone: list[dict[ShardKey, Tensor]]) -> dict[ShardKey, Tensor]:
     """Merge the norms of several ranks; each comes from the first rank that has it."""
-    return {key: norm for theirs in reversed(everyone) for key, norm in theirs.items()}
+    return {key: norm for norms in reversed(everyone) for key, norm in norms.items()}
 
 
 # Loss scaling for float16, with one scale for all stages and data ranks, which all skip the same steps ----------------
@@ -190,7 +191,7 @@ _unscale_all = find_private("torch._amp_foreach_non_finite_check_and_unscale_")
 
 
 class ScaledPipeline(Protocol):
-    """What a `GradScaler` uses of a pipeline."""
+    """The part of a pipeline that a `GradScaler` uses."""
 
     scaler: Any
     """The scaler whose scale a training step multiplies its losses by; None for no scaling."""
@@ -236,7 +237,7 @@ class GradScaler(torch.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(device)
         pipeline.scaler = self if enabled else None
         options = pipeline.gather_all("GradScaler", (init_scale, growth_factor, backoff_factor, growth_interval, enabled))
-        if any(theirs != options[0] for theirs in options):
+        if any(other != options[0] for other in options):
             raise ScheduleError(f"the ranks give their gradient scalers different options: {sorted(set(options))}; give all the same")
 
     @torch.no_grad()
@@ -252,12 +253,12 @@ class GradScaler(torch.amp.GradScaler):
                     raise ScheduleError("gradients of float16 parameters cannot be unscaled: keep the parameters in float32, with autocast")
                 if grad.is_sparse:
                     parameter.grad = grad = grad.coalesce()
-                held = sparse_values(grad) if grad.is_sparse else to_local(grad)
-                grads[held.device, held.dtype].append(held)
+                values = sparse_values(grad) if grad.is_sparse else to_local(grad)
+                grads[values.device, values.dtype].append(values)
         flags = [torch.zeros_like(found_inf)]
         for (device, _), tensors in grads.items():
             flags.append(found_inf.to(device, copy=True))
             _unscale_all(tensors, flags[-1], inv_scale.to(device))
-        mine = max(float(flag) for flag in flags)
-        worst = max(self._pipeline.gather_all("found_inf", mine))
+        largest = max(float(flag) for flag in flags)
+        worst = max(self._pipeline.gather_all("found_inf", largest))
         return {found_inf.device: torch.full_like(found_inf, worst)}

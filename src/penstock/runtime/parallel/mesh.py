@@ -35,13 +35,13 @@ def device_mesh(device: str | None = None, /, **sizes: int) -> DeviceMesh:
     current_group.initialise()
     from torch.distributed.device_mesh import init_device_mesh
 
-    shape = _shape(sizes, dist.get_world_size())
+    shape = _read_shape(sizes, dist.get_world_size())
     backend = default_backend() if dist.get_backend() == "fake" else dist.get_backend_config()
     kind = ("cuda" if "cuda:nccl" in backend else "cpu") if device is None else device
     return init_device_mesh(kind, shape, mesh_dim_names=tuple(sizes))
 
 
-def _shape(sizes: Mapping[str, int], processes: int) -> tuple[int, ...]:
+def _read_shape(sizes: Mapping[str, int], processes: int) -> tuple[int, ...]:
     """Return the sizes of the dimensions; -1 becomes the number of processes that are left."""
     known = math.prod(size for size in sizes.values() if size != -1)
     free = [name for name, size in sizes.items() if size == -1]
@@ -62,7 +62,7 @@ class PipelineMesh:
     """
 
     def __init__(self, mesh: Any, transport: str = "auto") -> None:
-        self.device_mesh, self.names = mesh, _dimension_names(mesh)
+        self.device_mesh, self.names = mesh, _list_dimension_names(mesh)
         self.places = places = np.arange(mesh.mesh.numel()).reshape(tuple(mesh.mesh.shape))
         """The ranks of `whole`, each at its place in the mesh."""
         coordinate = mesh.get_coordinate()
@@ -72,17 +72,17 @@ class PipelineMesh:
         self.whole = current_group.join_ranks(mesh.mesh.flatten().tolist(), transport)
         self.whole.names = [self._describe(place) for place in np.ndindex(places.shape)]
         self.data_dims = tuple(name for name in self.names if name in DATA)
-        self.pipe = self._slice(places, (PIPE,))
-        self.data = self._slice(places, self.data_dims)
-        self.tensor = self._slice(places, (TENSOR,))
+        self.pipe = self._take_slice(places, (PIPE,))
+        self.data = self._take_slice(places, self.data_dims)
+        self.tensor = self._take_slice(places, (TENSOR,))
 
     def _describe(self, place: tuple[int, ...]) -> str:
         return ", ".join(f"{name} {at}" for name, at in zip(self.names, place, strict=True))
 
-    def _slice(self, places: Any, names: tuple[str, ...]) -> ProcessSubgroup:
+    def _take_slice(self, places: Any, names: tuple[str, ...]) -> ProcessSubgroup:
         at = tuple(slice(None) if name in names else self.coordinate[dim] for dim, name in enumerate(self.names))
         members = [int(place) for place in places[at].flatten()]
-        processes = self._processes(members)
+        processes = self._list_processes(members)
         if processes != sorted(processes):  # torch's process groups number them in ascending order, whatever the mesh says
             raise ScheduleError(f"along {' and '.join(names)} the device mesh has processes {processes}: give them in ascending order")
         return get_subgroup(self.whole, members)
@@ -123,7 +123,7 @@ class PipelineMesh:
         """Return the group of the ranks that are left with the same stages as this one."""
         return get_subgroup(self.whole, [member for member in self.data.members if member in self.whole.members])
 
-    def _processes(self, members: Sequence[int]) -> list[int]:
+    def _list_processes(self, members: Sequence[int]) -> list[int]:
         """Return the processes at these places of the mesh."""
         flat = self.device_mesh.mesh.flatten()
         return [int(flat[place]) for place in members]
@@ -131,7 +131,7 @@ class PipelineMesh:
     @property
     def data_processes(self) -> list[int]:
         """The processes that hold the same stages as this one, itself among them."""
-        return self._processes(self.data.members)
+        return self._list_processes(self.data.members)
 
     @property
     def data_mesh(self) -> Any:
@@ -139,7 +139,7 @@ class PipelineMesh:
         return self.device_mesh[self.data_dims if len(self.data_dims) > 1 else self.data_dims[0]]
 
 
-def _dimension_names(mesh: Any) -> tuple[str, ...]:
+def _list_dimension_names(mesh: Any) -> tuple[str, ...]:
     """Return the names of the dimensions; refuse unknown ones and those that do not go together."""
     if not hasattr(mesh, "mesh_dim_names"):
         raise ScheduleError(f"mesh= takes a device mesh, got {type(mesh).__name__}; a process group goes into group=")

@@ -1,4 +1,4 @@
-"""What a layer keeps of earlier slices of a sequence, and the gradients that later slices send back to it.
+"""Tensors that a layer keeps of earlier slices of a sequence, and the gradients that later slices send back to it.
 
 The graph of each slice's forward ends at the tensors of earlier slices. A backward of a later slice adds to their sum of gradients; the
 backward of the slice that computed them takes its part of the sum, once. Forwards of a microbatch's slices ascend on a stage and backwards
@@ -7,18 +7,21 @@ descend, so every sum is complete when it is taken.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ScheduleError
+from penstock.planner.profile.slices import SUM_BYTES
+from penstock.runtime.device.streams import record_use
 
 _CHECKPOINT = "torch.utils.checkpoint needs use_reentrant=False here, or give the pipeline recompute=True instead"
 
@@ -38,7 +41,7 @@ def current_slice() -> Slice | None:
 
 
 class Prefix:
-    """What one layer has kept of the slices before the current one.
+    """The tensors that one layer has kept of the slices before the current one.
 
     Outside a sliced step it is empty: `extend` returns its arguments, `state` is None, and `advance` returns 0. So the same layer runs on
     whole sequences.
@@ -101,8 +104,6 @@ class Slice:
     memory: StageMemory
     share: float = 1.0
     """How much of the microbatch's side losses counts in this slice: what `add_loss` is given here is multiplied by it."""
-    lengths: Sequence[int] | None = None
-    """The lengths of all slices, if they are known from the start."""
     again: bool = False
     """Whether the forward is run again, to recompute what its backward needs."""
     roots: list[Tensor] = field(default_factory=list)
@@ -113,13 +114,6 @@ class Slice:
     @property
     def last(self) -> bool:
         return self.number == self.count - 1
-
-    def room_for(self, length: int) -> int:
-        """How long all slices will be together if this first one has this length: exactly if it is the known one, else estimated."""
-        if self.lengths is None:
-            return length * self.count
-        exact = self.lengths[0] == length
-        return sum(self.lengths) if exact else math.ceil(length * sum(self.lengths) / self.lengths[0]) + self.count
 
     def note(self, owner: Hashable, kind: str) -> None:
         """Note that an owner keeps something in this forward; refuse a second time, which could not be told from the first."""
@@ -159,16 +153,55 @@ class _ExtendPrefix(torch.autograd.Function):
         return (None, None, None, *own)
 
 
+class GrowingTensor:
+    """A tensor that grows along one dimension, of which views of any earlier length can be had and stay valid.
+
+    That dimension is the outermost one in memory, so that earlier rows stay where they are when the storage is resized; all views share the
+    storage, and find its contents in their new place.
+    """
+
+    def __init__(self, like: Tensor, dim: int) -> None:
+        self._empty, self._dim, self._length = like.new_empty(0), dim, 0
+        self._row = (*like.shape[:dim], *like.shape[dim + 1 :])
+        *inner, self._size = accumulate(reversed(self._row), mul, initial=1)
+        self._strides = inner[::-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._empty.dtype
+
+    @property
+    def address(self) -> int:
+        """Where its memory is now."""
+        return self._empty.untyped_storage().data_ptr()
+
+    def write(self, start: int, tensor: Tensor) -> None:
+        """Copy a tensor to the rows from `start` on, with more memory if that is needed."""
+        stop = start + tensor.shape[self._dim]
+        if stop > self._length:
+            record_use(self._empty)  # the old memory may belong to another stream
+            self._empty.untyped_storage().resize_(stop * self._size * self._empty.element_size())
+            self._length = stop
+        self.view(start, stop).copy_(tensor)
+
+    def view(self, start: int, stop: int) -> Tensor:
+        """The rows from `start` to `stop`, with a version counter of its own: later slices write behind them."""
+        dim, row, inner = self._dim, self._row, self._strides
+        shape, strides = (*row[:dim], stop - start, *row[dim:]), (*inner[:dim], self._size, *inner[dim:])
+        empty = torch.empty(0, dtype=self._empty.dtype, device=self._empty.device)
+        return empty.set_(self._empty.untyped_storage(), start * self._size, shape, strides)
+
+
 class KeptTensors:
-    """The tensors that one layer keeps of a microbatch's slices, one after the other in the memory of the whole sequence."""
+    """The tensors that one layer keeps of a microbatch's slices, one after the other in memory that grows with each slice."""
 
     def __init__(self) -> None:
-        self.buffers: list[Tensor] = []
+        self.buffers: list[GrowingTensor] = []
         self.dim = 0
         self.ends: list[int] = []
         """Where each slice that has run ends."""
-        self.sums: list[Tensor | None] = []
-        """The gradients of earlier slices that later slices have summed."""
+        self.sums: list[dict[int, Tensor]] = []
+        """The gradients of earlier slices that later slices have summed, by slice, for each of the tensors."""
         self.trains = False
 
     def extend(self, part: Slice, owner: Hashable, tensors: Sequence[Tensor], dim: int) -> tuple[Tensor, ...]:
@@ -205,39 +238,39 @@ class KeptTensors:
         del self.ends[part.number :]
         start, length = self.ends[-1] if self.ends else 0, tensors[0].shape[dim]
         if not self.ends:
-            room = part.room_for(length)
-            self.dim, self.sums = dim % tensors[0].dim(), [None] * len(tensors)
-            self.buffers = [part.memory.allocate(tensor.detach(), self.dim, room) for tensor in tensors]
-        elif start + length > self.buffers[0].shape[self.dim]:  # slices that are longer than the first one
-            room = start + length * (part.count - part.number)
-            grown = [part.memory.allocate(buffer, self.dim, room) for buffer in self.buffers]
-            for old, new in zip(self.buffers, grown, strict=True):
-                new.narrow(self.dim, 0, start).copy_(old.narrow(self.dim, 0, start))
-            self.buffers = grown
+            self.dim, self.sums = dim % tensors[0].dim(), [{} for _ in tensors]
+            self.buffers = [GrowingTensor(tensor.detach(), self.dim) for tensor in tensors]
         for buffer, tensor in zip(self.buffers, tensors, strict=True):
-            buffer.narrow(self.dim, start, length).copy_(tensor.detach())
+            part.memory.addresses.pop(buffer.address, None)
+            buffer.write(start, tensor.detach())
+            part.memory.addresses[buffer.address] = None
         self.ends.append(start + length)
 
     def views(self, number: int) -> list[Tensor]:
-        """Return the tensors of all slices up to this one, with version counters of their own: later slices write behind them."""
-        return [buffer.narrow(self.dim, 0, self.ends[number]).data for buffer in self.buffers]
+        """Return the tensors of all slices up to this one."""
+        return [buffer.view(0, self.ends[number]) for buffer in self.buffers]
+
+    def _find_range(self, number: int) -> tuple[int, int]:
+        """Where a slice starts, and its length."""
+        start = self.ends[number - 1] if number else 0
+        return start, self.ends[number] - start
 
     def take_gradient(self, number: int, place: int, grad: Tensor | None) -> Tensor | None:
         """Add a slice's gradient to the sums of earlier slices; return the slice's own part with what later slices have added to it."""
-        start, stop, total = self.ends[number - 1] if number else 0, self.ends[number], self.sums[place]
-        own = None if grad is None else grad.narrow(self.dim, start, stop - start)
-        if total is not None and total.shape[self.dim] >= stop:
-            added = total.narrow(self.dim, start, stop - start)
-            own = added.to(self.buffers[place].dtype) if own is None else (own.to(added.dtype) + added).to(own.dtype)
-        if start and grad is not None:
-            earlier = grad.narrow(self.dim, 0, start)
-            if total is None:
-                self.sums[place] = earlier.to(_sum_dtype(grad.dtype), copy=True)
+        sums = self.sums[place]
+        added = sums.pop(number, None)
+        if grad is None:
+            return None if added is None else added.to(self.buffers[place].dtype)
+        for earlier in range(number):
+            part = grad.narrow(self.dim, *self._find_range(earlier))
+            if earlier in sums:
+                sums[earlier].add_(part)
             else:
-                total.narrow(self.dim, 0, start).add_(earlier)
-        elif not start:
-            self.sums[place] = None
-        return own
+                sums[earlier] = part.to(_sum_dtype(grad.dtype), copy=True)
+        own = grad.narrow(self.dim, *self._find_range(number))
+        if added is not None:
+            return (own.to(added.dtype) + added).to(own.dtype)
+        return own.clone() if number else own  # a view would hold the gradient of the whole prefix until W
 
 
 class _TakeState(torch.autograd.Function):
@@ -311,14 +344,6 @@ class StageMemory:
             ends[part.number :] = [start + tokens]
         return start
 
-    def allocate(self, like: Tensor, dim: int, size: int) -> Tensor:
-        """Return an empty tensor with another size along one dimension."""
-        shape = list(like.shape)
-        shape[dim] = size
-        buffer = like.new_empty(shape)
-        self.addresses[buffer.untyped_storage().data_ptr()] = None
-        return buffer
-
     def check_complete(self, part: Slice) -> None:
         """Refuse a forward that leaves out what an owner has kept in earlier slices."""
         for kind, owners in (("extend", self._kept), ("keep", self._states)):
@@ -331,10 +356,10 @@ class StageMemory:
 
 
 class Prefixes:
-    """What the stages of one rank keep of the slices of each microbatch, during one step."""
+    """The tensors that stages of one rank keep of the slices of each microbatch, during one step."""
 
-    def __init__(self, slices: int, lengths: Sequence[int] | None) -> None:
-        self.slices, self.lengths = slices, lengths
+    def __init__(self, slices: int) -> None:
+        self.slices = slices
         self._memory: dict[tuple[int, int], StageMemory] = {}
         self._roots: list[Tensor] = []
 
@@ -343,7 +368,7 @@ class Prefixes:
         """A context for the forward of a slice. `unit` numbers the slices of all microbatches."""
         microbatch, number = divmod(unit, self.slices)
         memory = self._memory.setdefault((stage, microbatch), StageMemory())
-        part = Slice(number, self.slices, memory, share, self.lengths)
+        part = Slice(number, self.slices, memory, share)
         with _enter_part(part):
             yield
         memory.check_complete(part)
@@ -356,8 +381,8 @@ class Prefixes:
         return self._memory.setdefault((stage, unit // self.slices), StageMemory()).addresses
 
     def list_kept(self) -> list[Tensor]:
-        """Return the tensors that are kept of slices, each with room for all slices of its microbatch."""
-        return [buffer for memory in self._memory.values() for kept in memory.list_kept() for buffer in kept.buffers]
+        """Return the tensors that are kept of the slices which have run so far."""
+        return [tensor for memory in self._memory.values() for kept in memory.list_kept() for tensor in kept.views(len(kept.ends) - 1)]
 
     def take_roots(self) -> list[Tensor]:
         """Take the tensors that the backward of the slice which has just run starts from, besides its output."""
@@ -369,7 +394,7 @@ class Prefixes:
         microbatch, number = divmod(unit, self.slices)
 
         def backward(*args: Any) -> None:
-            with _enter_part(Slice(number, self.slices, self._memory[stage, microbatch], lengths=self.lengths, again=True)):
+            with _enter_part(Slice(number, self.slices, self._memory[stage, microbatch], again=True)):
                 operation(*args)
             if not number:
                 del self._memory[stage, microbatch]
@@ -393,7 +418,7 @@ def _enter_part(part: Slice) -> Iterator[None]:
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which gradients of several slices are summed: 32 bits for shorter ones, as one attention kernel sums them."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return torch.float32 if dtype.itemsize < SUM_BYTES else dtype
 
 
 def _describe(owner: Any) -> str:

@@ -1,4 +1,4 @@
-"""Which modules can run on slices of a sequence: those that treat each token by itself, and those that say so.
+"""Modules that can run on slices of a sequence: those that treat each token by itself, and those that say so.
 
 A module that mixes tokens without asking for its prefix would compute something else on slices, silently. So every module of a stage must
 be one of torch's that are known to treat each token by itself, or inside one that declares `sliceable = True`.

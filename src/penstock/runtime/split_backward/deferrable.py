@@ -165,14 +165,14 @@ def _hold_hooks_back(deferral: Deferral) -> Iterator[None]:
         deferral.due[id(parameter)] = parameter
 
     with _one_at_a_time:
-        kept = [(hooks, dict(hooks)) for hooks in map(post_accumulate_hooks, deferral.hooked.values())]
-        for hooks, _ in kept:
+        saved = [(hooks, dict(hooks)) for hooks in map(post_accumulate_hooks, deferral.hooked.values())]
+        for hooks, _ in saved:
             hooks.clear()
             hooks[0] = note
         try:
             yield
         finally:
-            for hooks, before in kept:
+            for hooks, before in saved:
                 hooks.clear()
                 hooks.update(before)
 

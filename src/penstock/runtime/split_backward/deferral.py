@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ScheduleError, SplitError, WholeBackwardNeeded
 from penstock.runtime.tensors.dtensor import has_same_placements, redistribute_like
-from penstock.runtime.tensors.layout import cast_gradient, match_layout
+from penstock.runtime.tensors.layout import match_layout
 from penstock.runtime.torch_internals.lookup import find_private
 from penstock.runtime.torch_internals.tensors import find_base, read_version, set_only_hook
 
@@ -204,7 +204,7 @@ class Observation:
     beside: bool = False
     """Whether the forward runs another stage's backward as well."""
     reason: str | None = None
-    """What it does that a split forward cannot; None if nothing was seen."""
+    """The reason why it cannot be split; None if there is none."""
 
 
 class GradientAdder:
@@ -221,7 +221,7 @@ class GradientAdder:
     def add(self, target: nn.Parameter, grad: Tensor) -> None:
         total = target.grad
         if total is None:
-            grad = cast_gradient(grad, target)
+            grad = _cast(grad, target)
             target.grad = grad if grad.is_contiguous() and target.is_contiguous() else match_layout(grad, target)
         elif total.is_sparse:  # from an operator that was left to autograd
             target.grad = grad + total
@@ -264,7 +264,7 @@ class _RepeatedUses:
         return alone and total is not None and total.dtype == grad.dtype and not total.is_sparse
 
     def add(self, target: nn.Parameter, grad: Tensor) -> None:
-        grad = cast_gradient(grad, target)
+        grad = _cast(grad, target)
         if id(target) in self.sums:
             grad = self.sums.pop(id(target)).add_(grad)
         self.left[id(target)] -= 1
@@ -340,6 +340,12 @@ class _Saved(torch.autograd.Function):
         return anchor.new_empty(0)
 
 
+def _cast(grad: Tensor, parameter: Tensor) -> Tensor:
+    """Cast a gradient as autograd does before it adds the gradient to a parameter's: not at all if any dtype is allowed."""
+    dtype = parameter.grad_dtype
+    return grad if dtype is None or dtype == grad.dtype else grad.to(dtype)
+
+
 def get_deferral(weight: Any) -> Deferral | None:
     """Return the deferral to record an operator on this weight in; None inside a compiled function or a function transform."""
     if _is_compiling() or not _is_grad_enabled() or _are_transforms_active():
@@ -357,7 +363,7 @@ def activate(deferral: Deferral | None) -> Deferral | None:
 
 def _check_request(inputs: Sequence[Any], create_graph: bool) -> None:
     """Check a call of autograd: inside a split forward, the graph has stand-ins in place of the weights."""
-    if here.tied and any(id(_tensor_of(value)) in here.tied for value in inputs):
+    if here.tied and any(id(_find_tensor(value)) in here.tied for value in inputs):
         raise ScheduleError(
             "a stage or the loss asks autograd for the gradient of a weight that another stage uses too, and would get only its "
             "own stage's part: ask for that of a weight that is not tied"
@@ -370,7 +376,7 @@ def _check_request(inputs: Sequence[Any], create_graph: bool) -> None:
         reason = "differentiates a gradient (create_graph=True)"
     elif not inputs and not guarded.beside:
         reason = "runs a backward of its own"
-    elif any(id(_tensor_of(value)) in guarded.stand_ins for value in inputs):
+    elif any(id(_find_tensor(value)) in guarded.stand_ins for value in inputs):
         reason = "asks autograd for a weight's gradient"
     else:
         return
@@ -393,7 +399,7 @@ def autograd_request(inputs: Sequence[Any], create_graph: bool) -> Iterator[None
         deferral is None
         or not (inputs and deferral.backward)
         or _current_graph_task() == -1
-        or any(id(_tensor_of(value)) in deferral.stand_ins for value in inputs)
+        or any(id(_find_tensor(value)) in deferral.stand_ins for value in inputs)
     ):
         yield
         return
@@ -404,6 +410,6 @@ def autograd_request(inputs: Sequence[Any], create_graph: bool) -> Iterator[None
         deferral.backward = True
 
 
-def _tensor_of(asked: Any) -> Any:
+def _find_tensor(asked: Any) -> Any:
     """Return the tensor whose gradient is asked for; it may be given as an edge of the graph."""
     return asked if isinstance(asked, Tensor) else getattr(getattr(asked, "node", None), "variable", None)

@@ -106,8 +106,8 @@ def _linear_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: An
     if weight is None:
         return None, of_bias
     if weight.stride(1) == 1 and weight.stride(0) == weight.size(1):
-        return grad.t().mm(_rows(value)), of_bias
-    return _rows(value).t().mm(grad).t(), of_bias  # as autograd does for a weight with other strides
+        return grad.t().mm(_flatten_rows(value)), of_bias
+    return _flatten_rows(value).t().mm(grad).t(), of_bias  # as autograd does for a weight with other strides
 
 
 def _dtensor_linear_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
@@ -118,10 +118,10 @@ def _dtensor_linear_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, e
 
 
 def _fuse_linear(grad: Tensor, value: Tensor, total: Tensor) -> None:
-    total.addmm_(grad.t(), _rows(value))
+    total.addmm_(grad.t(), _flatten_rows(value))
 
 
-def _rows(value: Tensor) -> Tensor:
+def _flatten_rows(value: Tensor) -> Tensor:
     return value if value.dim() == 2 else value.view(-1, value.shape[-1])
 
 
@@ -301,7 +301,7 @@ def _sum_product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 # Normalisations -------------------------------------------------------------------------------------------------------
 
 
-def _norm_stand_ins(input: Tensor, weight: Any, bias: Any) -> tuple[Deferral | None, Tensor | None, Any, Any]:  # noqa: A002
+def _make_norm_stand_ins(input: Tensor, weight: Any, bias: Any) -> tuple[Deferral | None, Tensor | None, Any, Any]:  # noqa: A002
     """Return `_stand_ins` for a normalisation whose weight gradients are worth deferring."""
     pays = type(input) is Tensor and input.numel() >= SMALLEST_NORM and not _is_autocast(input)
     return _stand_ins(weight, bias) if pays else (None, None, None, None)
@@ -319,7 +319,7 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    deferral, stand_in, added, wanted = _norm_stand_ins(input, weight, bias)
+    deferral, stand_in, added, wanted = _make_norm_stand_ins(input, weight, bias)
     if deferral is None or stand_in is None:
         return _layer_norm(input, normalized_shape, weight, bias, eps)
     out, mean, deviation = torch.native_layer_norm(input, normalized_shape, stand_in, added, eps)
@@ -339,7 +339,7 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    deferral, stand_in, added, wanted = _norm_stand_ins(input, weight, bias)
+    deferral, stand_in, added, wanted = _make_norm_stand_ins(input, weight, bias)
     if deferral is None or stand_in is None or input.dim() < 2 or input.numel() <= num_groups or not input.is_contiguous():
         # With channels last, torch's kernel for a CPU crashes if the input's gradient is not asked for.
         return _group_norm(input, num_groups, weight, bias, eps)
@@ -363,7 +363,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    deferral, stand_in, _, _ = _norm_stand_ins(input, weight, None)
+    deferral, stand_in, _, _ = _make_norm_stand_ins(input, weight, None)
     if deferral is None or stand_in is None or stand_in.dtype is not input.dtype:
         return _rms_norm(input, normalized_shape, weight, eps)
     if input.is_cuda and _HAS_FUSED_RMS_NORM:

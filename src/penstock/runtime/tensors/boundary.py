@@ -50,10 +50,10 @@ def hides_tensor(value: Any, seen: set[int] | None = None) -> bool:
     if id(value) in seen:
         return False
     seen.add(id(value))
-    return any(hides_tensor(part, seen) for part in _contents(value))
+    return any(hides_tensor(part, seen) for part in _list_contents(value))
 
 
-def _contents(value: Any) -> Iterator[Any]:
+def _list_contents(value: Any) -> Iterator[Any]:
     """Yield what an object refers to: items, attributes, and the variables that a function has bound."""
     if isinstance(value, Mapping):
         yield from value.values()
@@ -257,8 +257,8 @@ def _find_shared_memory(leaves: Sequence[Any]) -> Iterator[tuple[int, str]]:
             by_storage.setdefault(leaf.untyped_storage().data_ptr(), []).append(place)
     for places in by_storage.values():
         for place in places if len(places) > 1 else ():
-            mine = leaves[place]
-            if any(leaves[other] is not mine and storage_overlaps(mine, leaves[other]) for other in places):
+            tensor = leaves[place]
+            if any(leaves[other] is not tensor and storage_overlaps(tensor, leaves[other]) for other in places):
                 yield place, "a tensor that shares memory with another tensor of the same message"
 
 
@@ -272,7 +272,7 @@ def memory_overlaps(one: Tensor, other: Tensor) -> bool:
 def storage_overlaps(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one storage have an element in common; also True when that is hard to tell."""
     start, end = int(one.storage_offset()), int(other.storage_offset())
-    if start + _extent(one) <= end or end + _extent(other) <= start:
+    if start + _find_extent(one) <= end or end + _find_extent(other) <= start:
         return False
     # Pieces of one tensor, as from chunk and split, are boxes with the same strides.
     if one.stride() != other.stride():
@@ -283,15 +283,15 @@ def storage_overlaps(one: Tensor, other: Tensor) -> bool:
         return True
     room = [sys.maxsize, *(big // small for big, small in itertools.pairwise(strides))]
     apart = False
-    for (stride, mine, theirs), most in zip(axes, room, strict=True):
+    for (stride, size, other_size), most in zip(axes, room, strict=True):
         (a, start), (b, end) = divmod(start, stride), divmod(end, stride)
-        if max(a + mine, b + theirs) > most:
+        if max(a + size, b + other_size) > most:
             return True
-        apart = apart or a + mine <= b or b + theirs <= a
+        apart = apart or a + size <= b or b + other_size <= a
     return not apart
 
 
-def _extent(tensor: Tensor) -> int:
+def _find_extent(tensor: Tensor) -> int:
     """Return the distance from a tensor's first element to one past its last, in elements."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 

@@ -136,7 +136,7 @@ class DTensorPacker:
 
     def _pack(self, leaf: Any) -> Any:
         if is_dtensor(leaf):
-            names = self._names(leaf)
+            names = self._list_names(leaf)
             layout = DTensorLayout(names, leaf.placements, tuple(leaf.shape), leaf.stride(), leaf.requires_grad)
             return DTensorPart(wait_for_collective(to_local(leaf.detach())), layout)
         return wait_for_collective(leaf)
@@ -146,20 +146,20 @@ class DTensorPacker:
             return leaf
         from torch.distributed.tensor import DTensor
 
-        layout, mesh = leaf.layout, self._submesh(leaf.layout.names)
+        layout, mesh = leaf.layout, self._find_submesh(leaf.layout.names)
         whole = DTensor.from_local(leaf.part, mesh, layout.placements, run_check=False, shape=layout.shape, stride=layout.stride)  # type: ignore[arg-type]
         return whole.requires_grad_(layout.grad)
 
-    def _submesh(self, names: tuple[str, ...]) -> Any:
+    def _find_submesh(self, names: tuple[str, ...]) -> Any:
         if names not in self._known:
             self._known[names] = self.mesh[names]
         return self._known[names]
 
-    def _names(self, tensor: DTensor) -> tuple[str, ...]:
+    def _list_names(self, tensor: DTensor) -> tuple[str, ...]:
         """Return the dimensions of the pipeline's mesh that a tensor is distributed over."""
         mesh, own = tensor.device_mesh, tuple(self.mesh.mesh_dim_names)
         names = tuple(mesh.mesh_dim_names or ())
-        if names and set(names) <= set(own) and self._submesh(names) == mesh:
+        if names and set(names) <= set(own) and self._find_submesh(names) == mesh:
             return names
         shown = ", ".join(f"{name}={size}" for name, size in zip(own, self.mesh.shape, strict=True))
         raise ScheduleError(

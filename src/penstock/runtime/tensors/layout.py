@@ -11,12 +11,6 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
     return parameter.grad_dtype or parameter.dtype
 
 
-def cast_gradient(grad: Tensor, parameter: Tensor) -> Tensor:
-    """Cast a gradient as autograd does before it adds the gradient to a parameter's: not at all if any dtype is allowed."""
-    dtype = parameter.grad_dtype
-    return grad if dtype is None or dtype == grad.dtype else grad.to(dtype)
-
-
 def is_dense(tensor: Tensor) -> bool:
     """Whether a tensor fills its memory without gaps or overlaps, with its dimensions in any order."""
     filled = 1
@@ -31,8 +25,8 @@ def match_layout(grad: Tensor, parameter: Tensor) -> Tensor:
     """Give a gradient the strides that autograd would: the parameter's if it is dense, else contiguous ones."""
     if not is_dense(parameter):
         return grad.contiguous()
-    sizes = [(mine, wanted) for size, mine, wanted in zip(grad.shape, grad.stride(), parameter.stride(), strict=True) if size != 1]
-    if all(mine == wanted for mine, wanted in sizes):
+    sizes = [(own, expected) for size, own, expected in zip(grad.shape, grad.stride(), parameter.stride(), strict=True) if size != 1]
+    if all(own == expected for own, expected in sizes):
         return grad
     return grad.new_empty_strided(grad.shape, parameter.stride()).copy_(grad)
 

@@ -1,12 +1,12 @@
 """The versions of torch that the runtime works with.
 
 The range has its one home here. `pyproject.toml`, the Makefile, the workflow, README and docs repeat it, and
-`tests/test_torch_versions.py` compares them with it.
+`tests/runtime/torch_internals/test_torch_versions.py` compares them with it.
 """
 
 from __future__ import annotations
 
-from penstock.errors import TorchVersionError
+from penstock.errors import TorchVersionError, name_extra
 
 FIRST, LAST = (2, 11), (2, 15)
 """The first and the last minor version that work; patch releases of all between them do too."""
@@ -26,6 +26,4 @@ def is_supported(version: str) -> bool:
 def check_torch_version(version: str) -> None:
     """Raise `TorchVersionError` if `penstock.runtime` and `penstock.compat.torch` do not work with this version of torch."""
     if not is_supported(version):
-        raise TorchVersionError(
-            f"penstock works with torch {describe_range()}, and torch {version} is installed: pip install 'penstock[torch]'"
-        )
+        raise TorchVersionError(f"penstock works with torch {describe_range()}, and torch {version} is installed: {name_extra('torch')}")

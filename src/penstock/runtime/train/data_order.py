@@ -51,14 +51,14 @@ class DataOrder:
         return self._drawn[1]
 
     def state_dict(self) -> dict[str, Any]:
-        return self._kind() | {"epoch": self.epoch, "position": self.position}
+        return self._describe_kind() | {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved position; raises if it is a position in another order."""
-        for what, mine in self._kind().items():
-            if state[what] != mine:
-                raise CheckpointError(f"the data was read in an order with {what}={state[what]}, and this one has {what}={mine}")
+        for what, own in self._describe_kind().items():
+            if state[what] != own:
+                raise CheckpointError(f"the data was read in an order with {what}={state[what]}, and this one has {what}={own}")
         self.epoch, self.position = state["epoch"], state["position"]
 
-    def _kind(self) -> dict[str, Any]:
+    def _describe_kind(self) -> dict[str, Any]:
         return {"samples": self.samples, "seed": self.seed, "shuffle": self.shuffle}

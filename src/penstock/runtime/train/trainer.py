@@ -34,7 +34,7 @@ LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """What `build` returns."""
+    """The result of `build`."""
 
     module: nn.Module
     sample: Any

@@ -1,4 +1,4 @@
-"""Which group and rank this code runs on, and the groups of torch.distributed that this process has joined."""
+"""The group and rank that this code runs on, and the groups of torch.distributed that this process has joined."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def refuse_threads() -> None:
 
 
 def initialise() -> None:
-    """Initialise torch.distributed, if nobody has. The keys carry a prefix of this start, because `torchrun` may keep its store.
+    """Initialise torch.distributed, unless it is. The keys carry a prefix of this start, because `torchrun` may keep its store.
 
     If another process had this rank before, this one takes its place, and comes back to the others at a checkpoint.
     """

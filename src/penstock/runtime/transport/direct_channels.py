@@ -84,7 +84,7 @@ class FormAgreement:
         self.learning = False
         """Whether the present step sends the form of each message ahead of it."""
         self.known: Any = None
-        """What the program's last step was run on; None if an end has been made since, which knows no forms yet."""
+        """The connection that the program's last step used; None if an end has been made since, which knows no forms yet."""
 
 
 class FormAgreements:
@@ -118,7 +118,7 @@ class FormAgreements:
 
 
 class _DirectEnd:
-    """What both ends of a channel know: the forms of its messages, and the framed channel that goes ahead of it."""
+    """The shared state of both ends of a channel: the forms of its messages, and the framed channel that goes ahead of it."""
 
     def __init__(self, group: Processes, route: Route, program: int, ahead: FramedOutbox | FramedInbox) -> None:
         self.group, self.route, self.ahead = group, route, ahead

@@ -108,7 +108,7 @@ class Notices:
 
 
 class FailureBoard:
-    """What ranks write for each other about failures and returns, in one generation of connections.
+    """Reports of ranks about failures and returns, in one generation of connections.
 
     The store may go away at any time. Writes are lost then, reads find nothing, and ranks report what they know by themselves.
     `notices` are those of all generations: one is posted for everything that the other ranks should see soon. `members` are the ranks that
@@ -180,7 +180,7 @@ class FailureBoard:
             time.sleep(_PAUSE)
 
     def _list_activities(self) -> dict[int, str]:
-        """What each rank was doing, as its `Activity` describes it."""
+        """The activity of each rank, as its `Activity` describes it."""
         lines = {rank: self._get(f"doing/{rank}") for rank in self.members}
         return {rank: _SILENT if line is None else line.decode() for rank, line in lines.items()}
 

@@ -48,7 +48,7 @@ def tag_of(what: str, program: int) -> int:
 
 
 class _FramedEnd:
-    """What both ends of a channel have: its tag, and the forms of its messages in the present generation of connections."""
+    """The shared part of both ends of a channel: its tag, and the forms of its messages in the present generation of connections."""
 
     def __init__(self, group: Processes, route: Route, program: int, deadline: float) -> None:
         self.group, self.route, self.program = group, route, program
@@ -103,13 +103,13 @@ class FramedOutbox(_FramedEnd, Outbox):
             self._put_new(number, form.size, value)
 
     def retire(self, number: int) -> None:
-        kept = []
+        pending = []
         while self.sends and self.sends[0][0] <= number:
             if isinstance(self.sends[0][2], SendFrame):
                 self._wait_for_oldest()
             else:  # a value of a new form is received only where it is used; this is a copy of it
-                kept.append(self.sends.popleft())
-        self.sends.extendleft(reversed(kept))
+                pending.append(self.sends.popleft())
+        self.sends.extendleft(reversed(pending))
 
     def _put_new(self, number: int, size: int, value: Any) -> None:
         """Send a value of a new form in a message of its own, behind a frame of the size that the receiver expects."""

@@ -146,7 +146,7 @@ class Activity:
         self.began = clock()
         """When the present action began."""
         self.waits: str | None = None
-        """What the rank waits for, and from which rank."""
+        """The wait of the rank, and the rank that it waits for."""
         self.since = clock()
         """When the present wait began."""
         self.watch: ActionTimer | None = None
@@ -162,15 +162,15 @@ class Activity:
         if self.over:
             return RETURNED
         if not self.running or at >= len(self.actions):
-            return "is between steps" if waits is None else f"waits for {waits} since {_seconds(now - self.since)}"
+            return "is between steps" if waits is None else f"waits for {waits} since {_format_seconds(now - self.since)}"
         action = self.actions[at]
         done = ", ".join(map(str, self.actions[max(0, at - _SHOWN) : at])) or "nothing"
         if waits is None:
-            return f"runs {action} since {_seconds(now - self.began)}; done before: {done}"
-        return f"waits for {waits}, for {action}, since {_seconds(now - self.since)}; done before: {done}"
+            return f"runs {action} since {_format_seconds(now - self.began)}; done before: {done}"
+        return f"waits for {waits}, for {action}, since {_format_seconds(now - self.since)}; done before: {done}"
 
 
-def _seconds(nanoseconds: int) -> str:
+def _format_seconds(nanoseconds: int) -> str:
     return f"{max(0, nanoseconds) / 1e9:.1f} s"
 
 
@@ -185,7 +185,7 @@ class Group(ABC):
     """The ranks of a pipeline, as seen from one of them.
 
     Every rank makes the same calls in the same order; a rank that makes others is found out and reported. All methods are called on
-    the rank's own thread, except that `fail` may also be called by whoever launched the ranks. `rank` is always the caller's
+    the rank's own thread, except that `fail` may also be called by the launcher. `rank` is always the caller's
     rank: threads share one group object, while each process has its own, which ignores the argument.
 
     Each method that waits takes a deadline in seconds. When it passes, or when any rank fails, every rank raises a `PipelineError`
@@ -231,7 +231,7 @@ class Group(ABC):
 
     @abstractmethod
     def activity(self, rank: int) -> Activity:
-        """What the rank is doing: one object for as long as the group lives, which the rank's executor writes."""
+        """The rank's activity: one object for as long as the group lives, which the rank's executor writes."""
 
     @abstractmethod
     def gather(self, rank: int, name: str, value: Any, deadline: float) -> list[Any]:

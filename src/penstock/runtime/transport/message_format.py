@@ -68,7 +68,7 @@ class Leaf:
     @classmethod
     def of(cls, tensor: Tensor, offset: int) -> Leaf:
         check_tensor(tensor)
-        stride = tensor.stride() if is_dense(tensor) else _contiguous(tensor.shape)
+        stride = tensor.stride() if is_dense(tensor) else _is_contiguous(tensor.shape)
         size = tensor.numel() * tensor.element_size()
         return cls(tensor.shape, stride, tensor.dtype, tensor.requires_grad, tensor.device.type, offset, size)
 
@@ -77,7 +77,7 @@ class Leaf:
             tensor.shape == self.shape
             and tensor.dtype is self.dtype
             and tensor.requires_grad is self.grad
-            and (tensor.stride() == self.stride or (not is_dense(tensor) and self.stride == _contiguous(self.shape)))
+            and (tensor.stride() == self.stride or (not is_dense(tensor) and self.stride == _is_contiguous(self.shape)))
             and (tensor.is_cpu if self.device == "cpu" else tensor.device.type == self.device)
         )
 
@@ -119,7 +119,7 @@ def _flatten(value: Any) -> tuple[Sequence[Any], Any]:
 
 @dataclass(frozen=True)
 class Form:
-    """What a value looks like: its tree, its tensors (`Leaf`) and its plain values."""
+    """The form of a value: its tree, its tensors (`Leaf`) and its plain values."""
 
     spec: Any
     leaves: tuple[Any, ...]
@@ -166,7 +166,7 @@ class Form:
         parts, spec = _flatten(value)
         if not (spec == self.spec and len(parts) == len(self.leaves) and _find_first_places(parts) == self.first):
             return False
-        return all(_part_fits(part, leaf, plain) for part, leaf in zip(parts, self.leaves, strict=True))
+        return all(_fits_part(part, leaf, plain) for part, leaf in zip(parts, self.leaves, strict=True))
 
     def pack(self, value: Any, address: int) -> None:
         """Copy the value's tensors into the frame at this address."""
@@ -253,7 +253,7 @@ def _align(length: int) -> int:
     return -(-(8 + length) // _ALIGN) * _ALIGN
 
 
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+def _is_contiguous(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
@@ -263,7 +263,7 @@ def _find_first_places(parts: Sequence[Any]) -> list[int]:
     return [seen.setdefault(id(part), place) if isinstance(part, Tensor) else place for place, part in enumerate(parts)]
 
 
-def _part_fits(part: Any, leaf: Any, plain: bool) -> bool:
+def _fits_part(part: Any, leaf: Any, plain: bool) -> bool:
     if isinstance(part, Tensor):
         return type(leaf) is Repeated or (type(leaf) is Leaf and leaf.fits(part))
     if not plain:

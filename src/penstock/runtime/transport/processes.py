@@ -132,7 +132,7 @@ class Processes(Group):
             with self._lock:
                 self.board, self.generation, self._raised = board, generation, True
             self._failure = board.post_failure(str(error), None, self._activity.describe(), disconnected=True)
-            raise self._error(self._failure, error) from error
+            raise self._build_error(self._failure, error) from error
         finally:
             self._connecting = None
         with self._lock:
@@ -197,7 +197,7 @@ class Processes(Group):
         return self.generation == 0 and self._failure is None
 
     def close(self) -> None:
-        """Leave for good. Waits until all ranks have finished, because messages that nobody has read yet would be lost."""
+        """Leave for good. Waits until all ranks have finished, because messages that are not read yet would be lost."""
         self._activity.over = True
         if self._failure is None or self.rank not in (self._failure.lost or ()):
             with contextlib.suppress(RuntimeError):  # the store may be gone
@@ -293,9 +293,9 @@ class Processes(Group):
         if self._failure is None:
             self.board.post_activity(self._activity.describe())
             self._failure = self.board.read_report()
-        raise self._error(self._failure, None)
+        raise self._build_error(self._failure, None)
 
-    def _error(self, report: FailureReport, cause: BaseException | None) -> PipelineError:
+    def _build_error(self, report: FailureReport, cause: BaseException | None) -> PipelineError:
         if report.lost is None:
             error = PipelineError(report.text)
         elif self.rank in report.lost:
@@ -313,7 +313,7 @@ class Processes(Group):
         self._raised = True
         self._disconnect()
         is_first = self._failure.text.startswith(headline)
-        return self._error(self._failure, cause if is_first else None)
+        return self._build_error(self._failure, cause if is_first else None)
 
     def fail(self, rank: int | None, error: BaseException, *, fatal: bool = False) -> None:
         if self.connection is not None or self._failure is None:
@@ -332,7 +332,7 @@ class Processes(Group):
         elif not self._raised:
             self._raise()
         if self._failure is not None and (self._failure.fatal or self.rank in (self._failure.lost or ())):
-            raise self._error(self._failure, None)
+            raise self._build_error(self._failure, None)
         if self._failure is not None and self._failure.lost:
             self.members = tuple(rank for rank in self.members if rank not in (self._failure.lost or ()))
         if self._failure is not None:
@@ -395,7 +395,7 @@ class Processes(Group):
     def open(self, routes: Iterable[Route], deadline: float) -> None:
         if self.direct:
             everyone = self.gather(self.rank, "routes", sorted(routes), deadline)
-            self._routes = sorted({*self._routes, *(route for theirs in everyone for route in theirs)})
+            self._routes = sorted({*self._routes, *(route for opened in everyone for route in opened)})
             assert self._devices is not None
             self._devices.open(self._living_routes())
 

@@ -81,12 +81,12 @@ class Subgroup(Group):
         self.parent.enter(self.members[rank], deadline)
 
     def outbox(self, route: Route, slots: int, program: int, deadline: float) -> Outbox:
-        return self.parent.outbox(self._parent_route(route), slots, program, deadline)
+        return self.parent.outbox(self._find_parent_route(route), slots, program, deadline)
 
     def inbox(self, route: Route, program: int, deadline: float) -> Inbox:
-        return self.parent.inbox(self._parent_route(route), program, deadline)
+        return self.parent.inbox(self._find_parent_route(route), program, deadline)
 
-    def _parent_route(self, route: Route) -> Route:
+    def _find_parent_route(self, route: Route) -> Route:
         source, target, what = route
         return self.members[source], self.members[target], what
 
@@ -106,7 +106,7 @@ class ProcessSubgroup(Subgroup):
         parent.ends.add(self)
 
     def open(self, routes: Iterable[Route], deadline: float) -> None:
-        self.parent.open(map(self._parent_route, routes), deadline)
+        self.parent.open(map(self._find_parent_route, routes), deadline)
 
     def agree(self, program: int, inputs: Any, deadline: float) -> None:
         if self.direct:
@@ -153,19 +153,19 @@ class ThreadSubgroup(Subgroup):
         self.enter(rank, deadline)
         others = [member for member in self.members if member != self._own]
         for member in others:
-            self._channel(member, deadline)[0].put((name, value))
+            self._open_channel(member, deadline)[0].put((name, value))
         values = {self._own: value}
         for member in others:
-            _, inbox, post = self._channel(member, deadline)
+            _, inbox, post = self._open_channel(member, deadline)
             inbox.begin()
             post()
-            theirs, values[member] = inbox.pull([EMPTY], 0)
-            if theirs != name:
-                text = f"{self.describe_rank(rank)} is at {name!r}, but {self.parent.describe_rank(member)} at {theirs!r}"
+            call, values[member] = inbox.pull([EMPTY], 0)
+            if call != name:
+                text = f"{self.describe_rank(rank)} is at {name!r}, but {self.parent.describe_rank(member)} at {call!r}"
                 raise self.report_failure(rank, f"{text}: every rank must make the same calls in the same order")
         return [values[member] for member in self.members]
 
-    def _channel(self, member: int, deadline: float) -> tuple[Outbox, Inbox, Operation]:
+    def _open_channel(self, member: int, deadline: float) -> tuple[Outbox, Inbox, Operation]:
         """Both directions between this rank and another member, and the operation that expects its next message."""
         if (member, deadline) not in self._channels:
             what = f"values for ranks {list(self.members)}"

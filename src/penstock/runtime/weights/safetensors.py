@@ -107,7 +107,7 @@ class Safetensors:
         owned = OwnedTensors.of(model)
         files = self.files()
         tensors = {id(tensor): tensor for _, tensor in owned.list_tensors()}
-        optional = _non_persistent(owned)
+        optional = _list_non_persistent(owned)
         for ident, names in owned.names().items():
             saved = [name for name in map(self.rename, names) if name in files]
             if saved:
@@ -140,7 +140,7 @@ def _read_index(folder: Path) -> dict[str, SafetensorsFile]:
     return {name: files[file] for name, file in weights.items()}
 
 
-def _non_persistent(owned: OwnedTensors) -> set[int]:
+def _list_non_persistent(owned: OwnedTensors) -> set[int]:
     """The identities of buffers that are not part of the state dict."""
     modules = (module for part in owned.modules.values() for module in part.modules())
     return {id(own_buffers(module)[name]) for module in modules for name in non_persistent_buffers(module)}

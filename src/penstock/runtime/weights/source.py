@@ -193,7 +193,7 @@ class Initial:
         owned = OwnedTensors.of(model)
         done: set[int] = set()
         with preserve_random_state(), torch.no_grad():
-            for name, module in _submodules_first(owned):
+            for name, module in _order_submodules_first(owned):
                 self._initialise(name, module, owned.idents, done)
         for _, tensor in owned.list_tensors():
             if id(tensor) in done and self.device != "cpu":
@@ -246,7 +246,7 @@ def _find_reset(module: nn.Module) -> Callable[[], None] | None:
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
-def _submodules_first(owned: OwnedTensors) -> Iterator[tuple[str, nn.Module]]:
+def _order_submodules_first(owned: OwnedTensors) -> Iterator[tuple[str, nn.Module]]:
     """Every module once, after its submodules."""
     seen: set[int] = set()
 
@@ -359,10 +359,10 @@ class _FreeOthers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Free the tensors of a module that is built and now registered in another one."""
         for prefix in next(self._names, []):
             named = list(list_tensors(prefix, module))
-            kept = {identify_storage(tensor.untyped_storage()) for name, tensor in named if name in self._owned}
+            storages = {identify_storage(tensor.untyped_storage()) for name, tensor in named if name in self._owned}
             for _, tensor in named:
                 storage = tensor.untyped_storage()
-                if identify_storage(storage) not in kept | self._sizes.keys():
+                if identify_storage(storage) not in storages | self._sizes.keys():
                     self._sizes[identify_storage(storage)] = storage, storage.nbytes()
                     storage.resize_(0)
 

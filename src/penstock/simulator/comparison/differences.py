@@ -104,13 +104,13 @@ def differences(predicted: Timeline, measured: Timeline, *, scale: float | str |
 
 
 def _scale_between(pair: Match) -> float:
-    """What one unit of the predicted times is in the measured ones; 1 if it is not known and the times are alike."""
+    """One unit of the predicted times, in measured ones; 1 if it is not known and the times are alike."""
     one, other = pair.predicted.timeline, pair.measured.timeline
     seconds = [SECONDS.get(timeline.units.time_unit) for timeline in (one, other)]
     if seconds[0] is not None and seconds[1] is not None:
         return seconds[0] / seconds[1]
     ratio = median_ratio(pair)
-    if one.source != other.source and not _is_alike(ratio):
+    if one.source != other.source and not is_alike(ratio):
         raise UsageError(
             f"the unit of the predicted times is not known, and the median action takes {ratio:.4g} times as long as predicted: "
             f"predict with costs in the unit of the measured times, give the factor as scale= (--scale), or let {AUTO!r} find it"
@@ -118,13 +118,14 @@ def _scale_between(pair: Match) -> float:
     return 1.0
 
 
-def _is_alike(ratio: float) -> bool:
+def is_alike(ratio: float) -> bool:
+    """Whether times that differ by this factor can be in the same unit."""
     return 1 / OTHER_UNIT < ratio < OTHER_UNIT
 
 
 def median_ratio(pair: Match) -> float:
     """The time of the median action as a multiple of its prediction; 1 if nothing takes any time."""
-    predicted, measured = _lengths(pair)
+    predicted, measured = _list_lengths(pair)
     real = (predicted > 0) & (measured > 0)
     return float(np.median(measured[real] / predicted[real])) if real.any() else 1.0
 
@@ -162,12 +163,12 @@ class Differences:
     @property
     def busy(self) -> list[Both]:
         """How long each rank computes."""
-        return _pairs(self.predicted.busy, self.measured.busy)
+        return _list_pairs(self.predicted.busy, self.measured.busy)
 
     @property
     def idle(self) -> list[Both]:
         """How long each rank stands idle until the end of all."""
-        return _pairs(self.predicted.makespan - self.predicted.busy, self.measured.makespan - self.measured.busy)
+        return _list_pairs(self.predicted.makespan - self.predicted.busy, self.measured.makespan - self.measured.busy)
 
     @cached_property
     def idle_by_cause(self) -> dict[str, Both]:
@@ -184,7 +185,7 @@ class Differences:
     @cached_property
     def lengths(self) -> list[Lengths]:
         """By stage and kind; actions that run together come last."""
-        lengths = _lengths(self.match)
+        lengths = _list_lengths(self.match)
         places: dict[Work, list[int]] = {}
         for place, work in enumerate(_works(self.measured)):
             places.setdefault(work, []).append(place)
@@ -210,7 +211,7 @@ class Differences:
     def unlike(self) -> float | None:
         """The scale that the median action asks for, if it is so far from 1 that the units must differ; else None."""
         ratio = median_ratio(self.match)
-        return None if _is_alike(ratio) else ratio
+        return None if is_alike(ratio) else ratio
 
     @property
     def allowed(self) -> float:
@@ -238,12 +239,12 @@ class Differences:
         return self.lateness.to_end()
 
 
-def _lengths(pair: Match) -> tuple[Floats, Floats]:
+def _list_lengths(pair: Match) -> tuple[Floats, Floats]:
     """The predicted and the measured time of each computation."""
     return (pair.predicted.end - pair.predicted.start)[pair.action], pair.measured.end - pair.measured.start
 
 
-def _pairs(predicted: Floats, measured: Floats) -> list[Both]:
+def _list_pairs(predicted: Floats, measured: Floats) -> list[Both]:
     return [Both(*pair) for pair in zip(predicted.tolist(), measured.tolist(), strict=True)]
 
 
@@ -282,12 +283,12 @@ def encode(differences: Differences) -> dict[str, Any]:
         "ranks": [
             {"busy": _write_both(busy), "idle": _write_both(idle)} for busy, idle in zip(differences.busy, differences.idle, strict=True)
         ],
-        "stages": list(_stages(differences)),
-        "channels": list(_channels(differences)),
-        "first": None if differences.first is None else _parting(differences.first),
+        "stages": list(_write_stages(differences)),
+        "channels": list(_write_channels(differences)),
+        "first": None if differences.first is None else _write_parting(differences.first),
         "delays": [{"what": t.what, "name": t.name, "count": len(t.delays), "added": t.added} for t in totals(differences.way)],
-        "path": [_delay(delay) for delay in differences.way],
-        "actions": list(_actions(differences)),
+        "path": [_write_delay(delay) for delay in differences.way],
+        "actions": list(_write_actions(differences)),
     }
 
 
@@ -302,30 +303,30 @@ def _order(differences: Differences) -> dict[str, Any] | None:
     return {"rank": rank, "predicted": str(predicted), "measured": str(measured)}
 
 
-def _stages(differences: Differences) -> Iterator[dict[str, Any]]:
+def _write_stages(differences: Differences) -> Iterator[dict[str, Any]]:
     for lengths in differences.lengths:
         parts = [{"stage": stage, "kind": kind.name} for stage, kind in lengths.work]
         yield {"parts": parts, "count": lengths.count, "mean": _write_both(lengths.mean)}
 
 
-def _channels(differences: Differences) -> Iterator[dict[str, Any]]:
+def _write_channels(differences: Differences) -> Iterator[dict[str, Any]]:
     for channel in differences.channels:
         ends = {"source": channel.source, "target": channel.target, "kind": channel.kind.name}
         yield {**ends, "count": channel.count, "held": _write_both(channel.held), "travel": _write_both(channel.travel)}
 
 
-def _parting(parting: Parting) -> dict[str, Any]:
+def _write_parting(parting: Parting) -> dict[str, Any]:
     where = {"rank": parting.rank, "action": str(parting.action), "end": _write_both(parting.end), "late": parting.late}
-    return {**where, "path": [_delay(delay) for delay in parting.way]}
+    return {**where, "path": [_write_delay(delay) for delay in parting.way]}
 
 
-def _delay(delay: Delay) -> dict[str, Any]:
+def _write_delay(delay: Delay) -> dict[str, Any]:
     action = None if delay.action is None else str(delay.action)
     who = {"what": delay.what, "rank": delay.rank, "action": action, "source": delay.source}
     return {**who, "predicted": delay.predicted, "measured": delay.measured, "added": delay.added}
 
 
-def _actions(differences: Differences) -> Iterator[dict[str, Any]]:
+def _write_actions(differences: Differences) -> Iterator[dict[str, Any]]:
     """Each computation: its times, the computation that it waited for, and the parts of its lateness."""
     pair, lateness = differences.match, differences.lateness
     names = [str(action) for row in differences.measured.table for action in row if action.is_compute]

@@ -42,7 +42,7 @@ class Delay:
 
     @property
     def added(self) -> float:
-        """What this piece adds to the lateness; below 0 if it took less than predicted."""
+        """The share of this piece in the lateness; below 0 if it took less than predicted."""
         return self.measured - self.predicted
 
     @property
@@ -74,7 +74,7 @@ class Lateness:
         arrivals = predicted_arrival, measured.arrival
         self._transits = tuple(np.where(by_message, arrival - end, 0.0) for arrival, end in zip(arrivals, cause_ends, strict=True))
         self.transit: Floats = self._transits[1] - self._transits[0]
-        """By how much longer its message is under way; 0 where it did not wait for one."""
+        """By how much longer its message is under way; 0 if it did not wait for one."""
         began = np.where(by_message, measured.arrival, measured.free)
         self._hesitations = (predicted.start - predicted.ready)[action], measured.start - began
         self.between: Floats = self._hesitations[1] - self._hesitations[0]
@@ -88,7 +88,7 @@ class Lateness:
         seen: set[int] = set()  # a file can hold an order that leads in a circle
         while place >= 0 and place not in seen:
             seen.add(place)
-            delays += reversed(self._pieces(place))
+            delays += reversed(self._list_pieces(place))
             place = int(self.cause[place])
         return delays[::-1]
 
@@ -110,7 +110,7 @@ class Lateness:
         delays.append(Delay(SLACK, rank, None, predicted.makespan - finished[0], 0.0))
         return [delay for delay in delays if delay.predicted or delay.measured]
 
-    def _pieces(self, place: int) -> list[Delay]:
+    def _list_pieces(self, place: int) -> list[Delay]:
         """The delays of one computation, in the order of time."""
         measured, rank = self.match.measured, int(self.match.measured.rank[place])
         action = measured.action(place)

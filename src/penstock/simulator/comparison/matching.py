@@ -78,12 +78,12 @@ class _Sorted:
         rows, messages = timeline.table.rows, timeline.messages
         entries, plain = np.flatnonzero(rows.is_kind(*COMPUTE)), rows.codes & ~codes.JOIN
         entries = entries[np.lexsort((entries, plain[rows.group_starts[entries]], rows.rank[entries]))]
-        made, used = plain[messages.maker], plain[messages.after]
-        order = np.lexsort((used, made))
+        makers, users = plain[messages.maker], plain[messages.after]
+        order = np.lexsort((users, makers))
         return cls(
             np.stack((rows.codes[entries], rows.rank[entries])),
             rows.group[entries[rows.heads[entries]]],
-            np.stack((made, used, messages.source, messages.target))[:, order],
+            np.stack((makers, users, messages.source, messages.target))[:, order],
             order,
         )
 
@@ -91,8 +91,8 @@ class _Sorted:
 def _find_first_difference(predicted: Timeline, measured: Timeline) -> str:
     for rank in range(predicted.ranks):
         one, other = ([action for action in timeline.table[rank] if action.is_compute] for timeline in (predicted, measured))
-        for who, mine, others in (("first", one, set(other)), ("second", other, set(one))):
-            alone = next((action for action in mine if action not in others), None)
+        for who, actions, others in (("first", one, set(other)), ("second", other, set(one))):
+            alone = next((action for action in actions if action not in others), None)
             if alone is not None:
                 return f"{alone} of rank {rank} is in the {who} alone"
     return "some of it is there twice"

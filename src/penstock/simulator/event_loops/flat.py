@@ -46,13 +46,13 @@ class Flat:
 
         Each direction of a link to the host is a lane; `host_link_shared` is how many ranks share one.
         """
-        graph = self._link(contention)
+        graph = self._link_messages(contention)
         if host_link_shared == 1 or not self._copies.any():
             return graph
-        lane, count = self._lanes(host_link_shared)
+        lane, count = self._number_lanes(host_link_shared)
         return graph._replace(collective=lane, num_lanes=count, shares_lanes=True)
 
-    def _link(self, contention: str) -> Graph:
+    def _link_messages(self, contention: str) -> Graph:
         messages, ranks = self.messages, self.table.ranks
         if contention == "independent":
             return self._independent
@@ -77,9 +77,9 @@ class Flat:
         sender, user = rows.group[messages.before], rows.group[messages.after]
         need = np.argsort(user, kind="stable")
         gather_at, gather = self._gathers()
-        receive, received = self._receives()
-        slot, retire = self._slots(), self._retires()
-        lane, num_lanes = self._lanes(1)
+        receive, received = self._find_receives()
+        slot, retire = self._link_slots(), self._retires()
+        lane, num_lanes = self._number_lanes(1)
         empty = np.zeros(0, dtype=np.int32)
         return Graph(
             bounds=_shrink(rows.group_offsets),
@@ -110,7 +110,7 @@ class Flat:
         """Whether each entry is an OFFLOAD or a RELOAD."""
         return self.table.rows.is_kind(*COPIES)
 
-    def _lanes(self, host_link_shared: int) -> tuple[Small, int]:
+    def _number_lanes(self, host_link_shared: int) -> tuple[Small, int]:
         """The lane of what each node starts: one per rank for collectives, then one per link to the host out and one back."""
         rows, ranks = self.table.rows, self.table.ranks
         links = -(-ranks // host_link_shared)
@@ -127,7 +127,7 @@ class Flat:
         For each backward of a moved activation, its RELOAD; and for each OFFLOAD, the action that waits for its copy.
         """
         rows, local = self.table.rows, self.table.links.local
-        use, unshard = self._unshards()
+        use, unshard = self._link_unshards()
         waited = rows.is_kind(Kind.WAIT_REDUCE_GRAD)[local.after] | rows.is_kind(Kind.RELOAD)[local.before]
         released = find_releases(rows)
         user = np.concatenate((use, local.after[waited], released.after))
@@ -135,7 +135,7 @@ class Flat:
         order = np.argsort(user, kind="stable")
         return _starts(rows.group[user[order]], self.num_nodes), rows.group[maker[order]]
 
-    def _unshards(self) -> tuple[Ints, Ints]:
+    def _link_unshards(self) -> tuple[Ints, Ints]:
         rows, stages = self.table.rows, self.table.stages
         unshards = np.flatnonzero(rows.is_kind(Kind.UNSHARD))
         if not len(unshards):
@@ -145,11 +145,11 @@ class Flat:
         key = (rows.rank * stages + rows.stage) * span + np.arange(span)
         order = np.argsort(key[unshards])
         at = np.searchsorted(key[unshards][order], key[uses]) - 1
-        found = unshards[order][np.maximum(at, 0)]
-        real = (at >= 0) & (rows.rank[found] == rows.rank[uses]) & (rows.stage[found] == rows.stage[uses])
-        return uses[real], found[real]
+        latest = unshards[order][np.maximum(at, 0)]
+        real = (at >= 0) & (rows.rank[latest] == rows.rank[uses]) & (rows.stage[latest] == rows.stage[uses])
+        return uses[real], latest[real]
 
-    def _receives(self) -> tuple[Ints, Ints]:
+    def _find_receives(self) -> tuple[Ints, Ints]:
         """Each message's receive node, and each node's received message; -1 if there is none."""
         rows, messages = self.table.rows, self.messages
         if not self.table.lowered:
@@ -166,7 +166,7 @@ class Flat:
         message_of = find_first(messages.before, np.arange(len(messages.before)), len(rows.codes))
         return find_first(rows.group[local.after[waited]], message_of[local.before[waited]], self.num_nodes)
 
-    def _slots(self) -> Ints:
+    def _link_slots(self) -> Ints:
         """For each message, the one of its channel whose slot it takes over; -1 if there is a slot from the start."""
         messages = self.messages
         slot = np.full(len(messages.before), -1, dtype=np.int64)
@@ -202,7 +202,7 @@ class Flat:
             self._fill(collective, self._copies, costs, "activation")
             rate = np.inf if costs.host_bandwidth is None else costs.host_bandwidth
             collective[self._copies] = costs.host_latency + collective[self._copies] / rate
-        return Durations(node, self._travel(costs), collective[heads])
+        return Durations(node, self._find_travel(costs), collective[heads])
 
     def _fill(self, taken: Floats, of_kind: NDArray[np.bool_], costs: Costs, name: str) -> None:
         rows, table = self.table.rows, self.table
@@ -212,7 +212,7 @@ class Flat:
         else:
             taken[of_kind] = costs.table(name, table.stages, table.units)[rows.stage[of_kind], rows.microbatch[of_kind]]
 
-    def _travel(self, costs: Costs) -> Floats:
+    def _find_travel(self, costs: Costs) -> Floats:
         if costs.bandwidth is None:
             return np.full(len(self.messages.before), costs.latency)
         return costs.latency + self.sizes(costs) / costs.bandwidth

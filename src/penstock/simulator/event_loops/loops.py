@@ -26,7 +26,7 @@ Column = Any
 
 
 class Graph(NamedTuple):
-    """Which node waits for which, independent of times. Messages are sorted by the node that sends them."""
+    """The waits between nodes, independent of times. Messages are sorted by the node that sends them."""
 
     bounds: Column
     """Each rank's first node, and the number of nodes."""
@@ -118,8 +118,8 @@ def run_independent(  # noqa: PLR0912, PLR0915, PLR0917 - one flat loop: calls w
                 break
             message, stop = send_at[node], send_at[node + 1]
             if any_slots and message < stop:
-                for each in range(message, stop):
-                    earlier = slot[each]
+                for part in range(message, stop):
+                    earlier = slot[part]
                     if earlier >= 0:
                         taken = start[receive[earlier]]
                         if taken < 0:

@@ -18,9 +18,9 @@ def complete(context: Context) -> Iterator[Finding]:
     entries = {kind: np.flatnonzero(context.rows.is_kind(kind) & context.inside) for kind in COMPUTE}
     size = context.table.stages * context.table.units
     counts = {kind: np.bincount(context.cell[entries[kind]], minlength=size) for kind in COMPUTE}
-    yield from _forwards(context, counts[Kind.F])
+    yield from _check_forwards(context, counts[Kind.F])
     if context.table.training:
-        yield from _backwards(context, counts)
+        yield from _check_backwards(context, counts)
     for kind in COMPUTE:
         if (counts[kind] > 1).any():
             yield from repeats(context, context.cell[entries[kind]], entries[kind])
@@ -28,7 +28,7 @@ def complete(context: Context) -> Iterator[Finding]:
         yield from once_each(context)
 
 
-def _forwards(context: Context, count: Ints) -> Iterator[Finding]:
+def _check_forwards(context: Context, count: Ints) -> Iterator[Finding]:
     missing = np.flatnonzero(count == 0)
     beside = context.find_first(Kind.B, Kind.I, Kind.W) if len(missing) else missing
     for cell in missing.tolist():
@@ -38,7 +38,7 @@ def _forwards(context: Context, count: Ints) -> Iterator[Finding]:
         yield context.report_missing("complete", rank, name, message, f"Run {name} on rank {rank}", beside=int(beside[cell]))
 
 
-def _backwards(context: Context, counts: dict[Kind, Ints]) -> Iterator[Finding]:
+def _check_backwards(context: Context, counts: dict[Kind, Ints]) -> Iterator[Finding]:
     full, of_input, of_weights = (counts[kind] > 0 for kind in (Kind.B, Kind.I, Kind.W))
     good = np.where(full, ~of_input & ~of_weights, of_input & of_weights)
     wrong = np.flatnonzero(~good)
@@ -131,7 +131,7 @@ def _report_needless(context: Context, entry: int) -> Finding:
     reason = "nothing here trains, so there are no gradients"
     if context.away[entry] == context.home[entry]:
         reason = f"both ends are on rank {int(context.home[entry])}, and stages of one rank exchange nothing"
-    return context.report("complete", entry, f"{context.name(entry)} is a message that nobody needs: {reason}", "Remove both its ends")
+    return context.report("complete", entry, f"{context.name(entry)} is a message that no rank needs: {reason}", "Remove both its ends")
 
 
 def repeats(context: Context, keys: Ints, entries: Ints) -> Iterator[Finding]:

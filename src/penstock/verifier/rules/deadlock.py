@@ -26,7 +26,7 @@ def deadlock(context: Context) -> Iterator[Finding]:
     stuck = _Stuck(context, waits(context))
     if not stuck.walk.complete:
         for chain in stuck.cycles():
-            yield _cycle(context, stuck, chain)
+            yield _report_cycle(context, stuck, chain)
         for wait in stuck.find_dead_ends().tolist():
             yield _report_dead_end(context, stuck, wait)
     if context.semantics == "rendezvous" and context.table.lowered:
@@ -35,14 +35,14 @@ def deadlock(context: Context) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class _Stuck:
-    """Which ranks stop, and at which wait."""
+    """The ranks that stop, and the waits that stop them."""
 
     context: Context
     waits: Waits
 
     @cached_property
     def walk(self) -> Walk:
-        """Run every rank as far as its waits allow; an action that waits for something nobody runs waits for itself."""
+        """Run every rank as far as its waits allow; an action that waits for a missing action waits for itself."""
         before, after = self.waits.before, self.waits.after
         return walk(self.context.rows, Needs(np.where(before < 0, after, before), after))
 
@@ -56,7 +56,7 @@ class _Stuck:
         return at[np.argsort(rows.rank[after[at]], kind="stable")]
 
     def find_dead_ends(self) -> Ints:
-        """The waits for actions that nobody runs."""
+        """The waits for actions that no rank runs."""
         return self.at_heads[self.waits.before[self.at_heads] < 0]
 
     def cycles(self) -> Iterator[list[int]]:
@@ -99,16 +99,16 @@ class _Stuck:
         return f"rank {int(rows.rank[entry])} waits in step {int(rows.step[entry])} ({rows.action_at(entry)}) for {what}, {where}"
 
 
-def _cycle(context: Context, stuck: _Stuck, chain: list[int]) -> Finding:
+def _report_cycle(context: Context, stuck: _Stuck, chain: list[int]) -> Finding:
     links = [stuck.describe(wait) for wait in (chain if len(chain) <= _LINKS_SHOWN else [*chain[: _LINKS_SHOWN - 1], chain[-1]])]
     if len(chain) > _LINKS_SHOWN:
         links.insert(-1, f"and so on over {len(chain) - _LINKS_SHOWN} more ranks")
     message = f"{len(chain)} ranks wait for each other in a cycle: {'; '.join(links)}" if len(chain) > 1 else links[0]
-    finding = context.report("deadlock", int(stuck.waits.after[chain[0]]), message, _way_out(context, stuck, chain), Severity.HANG)
+    finding = context.report("deadlock", int(stuck.waits.after[chain[0]]), message, _suggest_way_out(context, stuck, chain), Severity.HANG)
     return replace(finding, cycle=tuple(stuck.ends(wait) for wait in chain))
 
 
-def _way_out(context: Context, stuck: _Stuck, chain: list[int]) -> str:
+def _suggest_way_out(context: Context, stuck: _Stuck, chain: list[int]) -> str:
     """Let a rank of the chain run the action that the rank before it waits for, preferably one that can run at once."""
     links = [(int(stuck.waits.before[wait]), int(stuck.waits.after[chain[(at + 1) % len(chain)]])) for at, wait in enumerate(chain)]
     before, stop = next((link for link in links if _could_run(context, *link)), links[0])
@@ -138,7 +138,7 @@ def _report_dead_end(context: Context, stuck: _Stuck, wait: int) -> Finding:
 
 
 def _name_missing(context: Context, code: int) -> str:
-    """A code that nobody runs; in a schedule `I` stands for whichever backward makes the gradient."""
+    """The name of a missing action; in a schedule `I` stands for either backward that makes the gradient."""
     if codes.kind_of(code) == Kind.I:
         return f"{context.rows.action_for(code)} (or {context.name_of(Kind.B, codes.stage_of(code), codes.microbatch_of(code))})"
     return str(context.rows.action_for(code))
@@ -173,21 +173,21 @@ def disagreements(context: Context) -> Iterator[Finding]:
     """For each pair of ranks, the first exchange that is not the same message on both; nothing behind it ever completes."""
     lower, upper = (_Queues.of_side(context, side) for side in (True, False))
     parts = []
-    for mine, other, swapped in ((lower, upper, False), (upper, lower, True)):
-        partner = mine.partner(other)
-        unlike = np.flatnonzero(_message(context, mine.entries) != _message(context, partner))
-        one, two = (partner, mine.entries) if swapped else (mine.entries, partner)
-        parts.append(np.stack([mine.pair[unlike], mine.place[unlike], one[unlike], two[unlike]]))
+    for own, other, swapped in ((lower, upper, False), (upper, lower, True)):
+        partner = own.partner(other)
+        unlike = np.flatnonzero(_describe_message(context, own.entries) != _describe_message(context, partner))
+        one, two = (partner, own.entries) if swapped else (own.entries, partner)
+        parts.append(np.stack([own.pair[unlike], own.place[unlike], one[unlike], two[unlike]]))
     wrong = np.concatenate(parts, axis=1)
     wrong = wrong[:, np.lexsort((wrong[1], wrong[0]))]
     first = np.append(True, wrong[0, 1:] != wrong[0, :-1])[: wrong.shape[1]]
     waiting = _find_first_waiting(context, wrong) if wrong.shape[1] else {}
     for pair, place, one, two in wrong[:, first].T.tolist():
-        yield _disagreement(context, pair, place, (one, two), waiting.get(pair, -1))
+        yield _report_disagreement(context, pair, place, (one, two), waiting.get(pair, -1))
 
 
-def _message(context: Context, entries: Ints) -> Ints:
-    """Which message an entry is an end of, the same number for both ends; -1 for no entry."""
+def _describe_message(context: Context, entries: Ints) -> Ints:
+    """The message that an entry is an end of, the same number for both ends; -1 for no entry."""
     backward = context.rows.is_kind(Kind.SEND_B, Kind.RECV_B)[entries]
     return np.where(entries < 0, -1, context.message[entries] * 2 + backward)
 
@@ -203,7 +203,7 @@ def _find_first_waiting(context: Context, wrong: Ints) -> dict[int, int]:
     return dict(zip(pair[sent[lost]].tolist(), after[lost].tolist(), strict=True))
 
 
-def _disagreement(context: Context, pair: int, place: int, ends: tuple[int, int], waiting: int) -> Finding:
+def _report_disagreement(context: Context, pair: int, place: int, ends: tuple[int, int], waiting: int) -> Finding:
     ranks = divmod(pair, context.table.ranks)
     runs = [
         f"rank {rank} runs {context.name(entry)} (step {int(context.rows.step[entry])})" if entry >= 0 else f"rank {rank} has no more"

@@ -17,12 +17,12 @@ from penstock.verifier.rules.waits import slots_of
 
 def known(context: Context) -> Iterator[Finding]:
     """Stages and microbatches are inside the counts, and messages go along edges of the graph."""
-    yield from _counts(context)
-    yield from _edges(context) if context.table.lowered else _report_early_messages(context)
-    yield from _slots(context)
+    yield from _check_counts(context)
+    yield from _check_edges(context) if context.table.lowered else _report_early_messages(context)
+    yield from _check_slots(context)
 
 
-def _counts(context: Context) -> Iterator[Finding]:
+def _check_counts(context: Context) -> Iterator[Finding]:
     rows, table = context.rows, context.table
     for entry in np.flatnonzero(~context.inside).tolist():
         stage, unit = int(rows.stage[entry]), int(rows.microbatch[entry])
@@ -32,7 +32,7 @@ def _counts(context: Context) -> Iterator[Finding]:
         yield context.report("known", entry, message, "Remove it, or raise the count that the table was made with")
 
 
-def _edges(context: Context) -> Iterator[Finding]:
+def _check_edges(context: Context) -> Iterator[Finding]:
     rows, peers = context.rows, peer_stages(context.rows)
     named = (context.communicates | rows.is_kind(*SEND_WAITS)) & context.inside
     for entry in np.flatnonzero(named & ~context.along_edge).tolist():
@@ -51,7 +51,7 @@ def _report_early_messages(context: Context) -> Iterator[Finding]:
         yield context.report("known", entry, message, "Make the table a lowered Program, or leave the messages to penstock.lower")
 
 
-def _slots(context: Context) -> Iterator[Finding]:
+def _check_slots(context: Context) -> Iterator[Finding]:
     buffers = slots_of(context)
     for (source, target, kind), count in sorted(buffers.channels.items() if buffers else ()):
         if count < 1:

@@ -30,7 +30,7 @@ def peak_memory(table: Table, costs: Costs | None = None) -> list[float]:
 
 
 def sum_held(table: Table, costs: Costs) -> Floats:
-    """What the rank of each group holds while the group runs."""
+    """The memory of each group's rank while the group runs."""
     rows, changes = table.rows, list_changes(table, costs)
     counted = (changes.category != CATEGORIES.index("receive buffers")) | table.lowered
     at_end = changes.when == When.END

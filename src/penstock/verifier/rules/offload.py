@@ -62,7 +62,7 @@ def peak_host_memory(table: Table, costs: Costs | None = None) -> list[float]:
 
 
 def _sum_host_memory(table: Table, costs: Costs) -> Floats:
-    """What the host holds for the rank of each group while the group runs."""
+    """The host memory of each group's rank while the group runs."""
     rows, changes = table.rows, list_host_changes(table, costs)
     change = np.bincount(rows.group[changes.entry], weights=changes.size, minlength=int(rows.group_offsets[-1]))
     total = np.concatenate(([0.0], np.cumsum(change)))

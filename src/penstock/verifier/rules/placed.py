@@ -30,8 +30,8 @@ def _has_microbatch(rows: Rows) -> Flags:
 
 def _report_stages(context: Context) -> Iterator[Finding]:
     rows, stages, placement = context.rows, context.table.stages, context.placement
-    held = np.unique([rank * stages + stage for copy in placement.copies for stage, rank in enumerate(copy)])
-    here = np.isin(rows.rank * stages + rows.stage, held)
+    placed_cells = np.unique([rank * stages + stage for copy in placement.copies for stage, rank in enumerate(copy)])
+    here = np.isin(rows.rank * stages + rows.stage, placed_cells)
     for entry in np.flatnonzero(context.inside & ~_has_microbatch(rows) & ~here).tolist():
         stage, rank = int(rows.stage[entry]), int(rows.rank[entry])
         homes = sorted({copy[stage] for copy in placement.copies})

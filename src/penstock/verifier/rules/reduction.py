@@ -32,10 +32,10 @@ def reduction(context: Context) -> Iterator[Finding]:
         yield from _reduce(context, entry, first[key[entry]], last[key[entry]])
     waits = np.flatnonzero(rows.is_kind(Kind.WAIT_REDUCE_GRAD) & context.inside)
     if len(waits):
-        yield from _waits(context, waits, find_first(key[waits], waits, size), first, key)
+        yield from _check_waits(context, waits, find_first(key[waits], waits, size), first, key)
 
 
-def _waits(context: Context, waits: Ints, first_wait: Ints, first_reduce: Ints, key: Ints) -> Iterator[Finding]:
+def _check_waits(context: Context, waits: Ints, first_wait: Ints, first_reduce: Ints, key: Ints) -> Iterator[Finding]:
     """`first_wait` and `first_reduce` are tables by rank and stage, which `key` gives for each entry; the order is left to `order`."""
     for entry in waits.tolist():
         name, rank = context.name(entry), int(context.rows.rank[entry])

@@ -76,5 +76,5 @@ def _report_excess(context: Context, rank: int, entry: int, most: int, limit: in
     message = (
         f"rank {rank} has up to {most} sends outstanding, but at most {limit} may be; {context.name(entry)} is the first over the limit"
     )
-    remedy = f"Place the waits anew with the pass wait-send{{outstanding={limit}}}, or raise the limit"
+    remedy = f"Place the waits again with the pass wait-send{{outstanding={limit}}}, or raise the limit"
     return context.report("outstanding", entry, message, remedy, Severity.MEMORY)

@@ -1,4 +1,4 @@
-"""What keeps a rank from going on: data that another rank has not sent, sends and slots that another rank has not taken."""
+"""Waits of ranks: for data that another rank has not sent, sends and slots that another rank has not taken."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ def slots_of(context: Context) -> BufferCounts | None:
 
 def waits(context: Context) -> Waits:
     """Everything that any action of the table waits for."""
-    parts = [_data(context), _find_missing(context), _retirements(context)]
+    parts = [_list_data_waits(context), _find_missing(context), _list_retirements(context)]
     buffers = slots_of(context)
     if buffers is not None:
-        parts.append(_slots(context, buffers))
+        parts.append(_list_slot_waits(context, buffers))
     return Waits(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def _data(context: Context) -> Waits:
+def _list_data_waits(context: Context) -> Waits:
     before, after = context.table.links.data
     return Waits(before, after, np.zeros(len(after), dtype=np.int64), np.zeros(len(after), dtype=np.bool_))
 
 
-def _retirements(context: Context) -> Waits:
+def _list_retirements(context: Context) -> Waits:
     """A WAIT_SEND waits until the receive of its message is posted; forever, if there is none."""
     rows = context.rows
     waits = np.flatnonzero(rows.is_kind(*SEND_WAITS) & context.inside) if context.table.lowered else np.zeros(0, dtype=np.int64)
     send = context.linker.sends_awaited(waits) if len(waits) else waits
     real = (send >= 0) & (rows.rank[send] == rows.rank[waits]) & (context.edge[send] >= 0)
     waits, send = waits[real], send[real]
-    return Waits(_receives(context)[send], waits, _receive_codes(context, send), np.zeros(len(waits), dtype=np.bool_))
+    return Waits(_list_receive_waits(context)[send], waits, _receive_codes(context, send), np.zeros(len(waits), dtype=np.bool_))
 
 
 def _find_missing(context: Context) -> Waits:
-    """Data that another rank should send but never does. What a rank itself lacks stops nobody and is left to `complete`."""
+    """Data that another rank should send but never does. A missing action of the rank itself is left to `complete`."""
     after, code = context.table.links.missing
     maker = context.placement.ranks_of(codes.stage_of(code), codes.microbatch_of(code))
     far = maker != context.home[after]
@@ -62,16 +62,16 @@ def _find_missing(context: Context) -> Waits:
     return Waits(np.full(len(after), -1, dtype=np.int64), after, code, np.zeros(len(after), dtype=np.bool_))
 
 
-def _slots(context: Context, buffers: BufferCounts) -> Waits:
+def _list_slot_waits(context: Context, buffers: BufferCounts) -> Waits:
     """With c slots in a channel, its k-th send waits until the receive of message k - c is posted."""
     sends = np.flatnonzero(context.rows.is_kind(*SENDS) & (context.channel >= 0))
     sends = sends[np.argsort(context.channel[sends], kind="stable")]
     channel = context.channel[sends]
     ids, group = np.unique(channel, return_inverse=True)
-    count = np.array([_count(context, buffers, each) for each in ids.tolist()], dtype=np.int64)[group]
+    count = np.array([_count(context, buffers, ident) for ident in ids.tolist()], dtype=np.int64)[group]
     waiting = np.flatnonzero(position_in(channel) >= count)
     after, earlier = sends[waiting], sends[waiting - count[waiting]]
-    return Waits(_receives(context)[earlier], after, _receive_codes(context, earlier), np.ones(len(after), dtype=np.bool_))
+    return Waits(_list_receive_waits(context)[earlier], after, _receive_codes(context, earlier), np.ones(len(after), dtype=np.bool_))
 
 
 def _count(context: Context, buffers: BufferCounts, channel: int) -> int:
@@ -81,7 +81,7 @@ def _count(context: Context, buffers: BufferCounts, channel: int) -> int:
     return len(context.rows.codes) if count is None else max(count, 1)  # fewer than 1 is a finding of its own
 
 
-def _receives(context: Context) -> Ints:
+def _list_receive_waits(context: Context) -> Ints:
     """For each entry that is a send with a receive, that receive; else -1."""
     sent, received = context.table.links.messages
     return find_first(sent, received, len(context.rows.codes))

@@ -7,7 +7,10 @@ that depend on the length of the sequence, and labels, which are shifted before 
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -59,12 +62,33 @@ def depends_on_length(module: nn.Module) -> bool:
     return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
 
 
+def mixes_documents(core: nn.Module) -> bool:
+    """Whether a model lets packed documents see each other: its forward makes causal masks, and does not give them the positions.
+
+    If the source is not at hand, or makes its masks in another way, the model is taken to keep documents apart.
+    """
+    try:
+        forward = ast.parse(textwrap.dedent(inspect.getsource(type(core).forward)))
+    except (OSError, SyntaxError, TypeError):
+        return False
+    nodes = list(ast.walk(forward))
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _MAKES_MASK.fullmatch(getattr(node.func, "id", ""))]
+    named = {keyword.arg for call in calls for keyword in call.keywords}
+    listed = {key.value for node in nodes if isinstance(node, ast.Dict) for key in node.keys if isinstance(key, ast.Constant)}
+    return bool(calls) and POSITIONS not in named | listed
+
+
+_MAKES_MASK = re.compile(r"create_\w*causal_mask")
+"""The functions of transformers that make masks, which look for packed documents in the positions that they are given."""
+
+
 def adapt_cutter(cutter: SequenceCutter, model: Any, *, own_loss: bool) -> SequenceCutter:
     """Return a cutter for the batches of a model, whose own loss is used or another."""
     structure = find_structure(model)
     check_model(structure)
     scales = any(depends_on_length(part) for module in structure.around.values() for part in module.modules())
-    cutter = replace(cutter, model_inputs=SlicedInputs(needs_last_position=scales))
+    mixing = type(structure.model).__name__ if mixes_documents(structure.model.get_submodule(structure.base)) else None
+    cutter = replace(cutter, model_inputs=SlicedInputs(scales, mixing))
     if not own_loss:
         return cutter
     own, vocabulary = structure.model.loss_function, structure.config.vocab_size
@@ -98,6 +122,8 @@ class SlicedInputs:
 
     needs_last_position: bool
     """Whether rotary tables depend on the length of the sequence."""
+    mixing: str | None = None
+    """The name of a model that lets packed documents see each other."""
 
     def find_length(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         inputs = _name_arguments(args, kwargs)
@@ -110,6 +136,11 @@ class SlicedInputs:
         inputs = _name_arguments(args, kwargs)
         positions, total = inputs.get(POSITIONS), sum(lengths)
         if inputs.get(_MASK) is None and isinstance(positions, Tensor) and (documents := find_documents(positions)) is not None:
+            if self.mixing is not None:
+                raise ScheduleError(
+                    f"{POSITIONS} start again within a row, as those of packed documents do, but {self.mixing} lets tokens see earlier "
+                    f"documents: give an {_MASK} of four dimensions that hides them, or {_ELSE}"
+                )
             inputs[DOCUMENTS] = documents
         bounds = pairwise(starts_of(lengths))
         slices = [{name: _cut_input(name, value, start, stop, total) for name, value in inputs.items()} for start, stop in bounds]
@@ -204,7 +235,7 @@ class SliceCache:
 
 @dataclass
 class SliceInputs:
-    """What a stage's forward knows of the slice that it runs."""
+    """The slice that a stage's forward runs."""
 
     cache: SliceCache
     documents: Tensor | None

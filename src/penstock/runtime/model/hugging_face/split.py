@@ -116,17 +116,17 @@ class _ModelUnits:
         self.order, self.router_loss = find_run_order(self.structure), find_router_loss(self.structure)
         self.count = self.structure.count + 2
 
-    def _paths(self, unit: int) -> Sequence[str]:
+    def _list_paths(self, unit: int) -> Sequence[str]:
         if 0 < unit < self.count - 1:
             return [f"{self.structure.layers}.{unit - 1}"]
         return self.order.tail if unit else self.order.head
 
     def modules(self) -> list[list[nn.Module]]:
         """Return the modules of each unit."""
-        return [[self.structure.model.get_submodule(path) for path in self._paths(unit)] for unit in range(self.count)]
+        return [[self.structure.model.get_submodule(path) for path in self._list_paths(unit)] for unit in range(self.count)]
 
     def title(self, unit: int) -> str:
-        return " + ".join(map(self.structure.full_name, self._paths(unit)))
+        return " + ".join(map(self.structure.full_name, self._list_paths(unit)))
 
     def make_parts(self, cuts: Sequence[range]) -> list[Part]:
         """Return one stage per range of units, after trying that the stages compute what the whole model does."""
@@ -154,7 +154,7 @@ def _copy_to_host(module: nn.Module) -> nn.Module:
 
 @dataclass
 class _Trace:
-    """What was seen of one forward with empty layers."""
+    """The record of one forward with empty layers."""
 
     tuples: bool
     count: int

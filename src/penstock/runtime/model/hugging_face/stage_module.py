@@ -88,8 +88,8 @@ def find_router_loss(structure: ModelStructure) -> RouterLoss | None:
     """Return the model's load-balancing loss, or None if it has none; refuse a loss that is computed in another way."""
     model: Any = structure.model
     own = getattr(sys.modules.get(type(model).__module__), "load_balancing_loss_func", None)
-    wanted = getattr(structure.config, "output_router_logits", False)
-    if not wanted or (own is None and not hasattr(structure.config, "router_aux_loss_coef")):
+    is_on = getattr(structure.config, "output_router_logits", False)
+    if not is_on or (own is None and not hasattr(structure.config, "router_aux_loss_coef")):
         return None
     recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     router, index = getattr(recorder, "target_class", None), getattr(recorder, "index", 0)
@@ -110,12 +110,12 @@ def _agrees(loss: RouterLoss, own: Any) -> bool:
     with torch.no_grad(), preserve_random_state():
         logits = tuple(torch.randn(6, loss.experts) for _ in range(2))
         for mask in (None, torch.tensor([[1, 1, 0], [1, 1, 1]])):
-            mine = loss.compute(loss.add(loss.add(None, logits[:1], mask), logits[1:], mask))
+            computed = loss.compute(loss.add(loss.add(None, logits[:1], mask), logits[1:], mask))
             try:
                 expected = loss.coefficient * own(logits, loss.experts, loss.chosen, mask)
             except Exception:  # it takes other arguments
                 return False
-            if not isinstance(expected, Tensor) or mine is None or not torch.allclose(mine, expected):
+            if not isinstance(expected, Tensor) or computed is None or not torch.allclose(computed, expected):
                 return False
     return True
 
@@ -262,7 +262,7 @@ class StageState:
         self.in_layers = False
         """Whether the forward has reached its layers."""
         self.slice: SliceInputs | None = None
-        """What is known of the slice that the forward runs on; None for whole sequences."""
+        """The slice that the forward runs on; None for whole sequences."""
 
 
 class StandIn(nn.Module):

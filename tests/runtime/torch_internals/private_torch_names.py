@@ -1,4 +1,4 @@
-"""Which private names of torch the package uses: `python tests/private_torch_names.py` prints a table of names and files.
+"""The private names of torch that the package uses: `python tests/runtime/torch_internals/private_torch_names.py` prints a table of them.
 
 Imported and dotted names (`torch._C._x`) are followed through aliases, and those that `find_private` and `check_names` look up by their
 text count too. Private attributes of objects (`tensor._is_view()`) have no type in the syntax tree: an attribute counts as torch's if

@@ -1,4 +1,4 @@
-"""What a forward does around its layers, kept where the model is cut: modules that run twice, dropout by the model's mode."""
+"""Work of a forward around its layers, which cutting the model keeps: modules that run twice, dropout by the model's mode."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_model_in_eval_mode_is_trained_without_dropout(make):
 
 
 def test_dropout_follows_the_mode_of_the_model():
-    """Also where it changes after the pipeline was made; in one stage the very numbers of the whole model are drawn."""
+    """Also if it changes after the pipeline was made; in one stage the very numbers of the whole model are drawn."""
     inputs, model = batch(), xglm(dropout=0.5).eval()
     whole = copy.deepcopy(model)
 

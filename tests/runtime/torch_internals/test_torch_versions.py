@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from penstock.errors import PenstockError, TorchVersionError
 from penstock.runtime.torch_internals.version import FIRST, LAST, check_torch_version, describe_range, is_supported
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 MINORS = [(FIRST[0], minor) for minor in range(FIRST[1], LAST[1] + 1)]
 
 
@@ -80,6 +80,14 @@ def test_make_and_the_workflow_test_one_release_of_each_minor_version() -> None:
     listed = re.search(r"^ +torch: \[(.*)\]$", read(".github/workflows/torch-versions.yml"), flags=re.MULTILINE)
     assert listed is not None
     assert re.findall(r'"([^"]*)"', listed[1]) == versions
+
+
+def test_make_titan_runs_every_test_that_needs_torchtitan() -> None:
+    """Elsewhere they are skipped: torchtitan is installed apart."""
+    needing = [path for path in (ROOT / "tests").rglob("test_*.py") if 'find_spec("torchtitan")' in path.read_text(encoding="utf-8")]
+    mine = Path(__file__)
+    assert sorted(read_variable("TITAN_TESTS")) == sorted(path.relative_to(ROOT).as_posix() for path in needing if path != mine)
+    assert "make titan" in read(".github/workflows/torch-versions.yml")
 
 
 def test_the_readme_names_what_make_installs() -> None:

@@ -165,6 +165,8 @@ def test_a_saved_timeline_has_its_own_shape(refused, run, tmp_path):
 
 def test_without_matplotlib_the_error_says_what_to_install(refused, run, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install 'penstock[plot]'" in refused(2, "simulate", "zbv", "-o", tmp_path / "a.svg")
+    assert "install the extra 'plot', pip install '.[plot]' in a clone of Penstock" in refused(
+        2, "simulate", "zbv", "-o", tmp_path / "a.svg"
+    )
     assert run("simulate", "zbv", "-o", tmp_path / "a.trace.json").code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["a.trace.json"]

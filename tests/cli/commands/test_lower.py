@@ -44,7 +44,7 @@ def test_options_equal_the_library_s(run, tmp_path, options, keywords):
 
 def test_offload_options_that_cannot_be_read(refused, tmp_path):
     shape = ("lower", "zbv", "-p", 3, "-m", 5)
-    assert "--offload: share=101 of pass offload" in refused(2, *shape, "--offload", "101")
+    assert "--offload: share of pass offload" in refused(2, *shape, "--offload", "101")
     assert "--offload: option share=50+half" in refused(2, *shape, "--offload", "50+half")
     assert "3 ranks" in refused(1, *shape, "--offload", "50+50")
     assert "PyTorch cannot express" in refused(1, *shape, "--offload", "50", "-o", tmp_path / "a.csv")

@@ -216,7 +216,7 @@ def test_slices_of_a_model_are_profiled_with_its_own_cache_and_loss():
     measured = profile(model, inputs, slices=2, warmup=0, repeats=1)
     assert (measured.tokens, measured.lacks_slices) == (tokens, "")
     keys = [layer.slices.keys for layer in measured.layers if layer.slices is not None]
-    assert keys == [0.0, *([rows * 2 * 8 * (4 + 4)] * DEPTH), 0.0]  # keys and values of one head, and their gradients, of 4 bytes each
+    assert keys == [0.0, *([rows * 2 * 8 * 4] * DEPTH), 0.0]  # keys and values of one head, of 4 bytes each
 
 
 def test_a_profile_has_every_unit_and_its_plan_runs():

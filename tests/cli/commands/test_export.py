@@ -32,7 +32,8 @@ def export(run, tmp_path):
 
 def test_one_schedule_in_one_file(export, tmp_path):
     (made,) = export("zbv", "-p", 8, "-m", 32, "--costs", "f=2,latency=0.5", "--memory-limit", "12")
-    said = {"kind": "schedule", "name": "zbv", "ranks": 8, "microbatches": 32, "chunks": 2, "options": {}, "lower": False, "fsdp": False}
+    said = {"kind": "schedule", "name": "zbv", "ranks": 8, "microbatches": 32, "chunks": 2, "options": {}}
+    said |= {"lower": False, "fsdp": False, "offload": ""}
     wanted = document(ps.schedule("zbv", 8, 32), ps.Costs(f=2, latency=0.5), source=said, memory_limit=12.0)
     assert made == json.loads(json.dumps(wanted))
     text = (tmp_path / "page.html").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ import torch
 
 import penstock as ps
 
-GPT = Path(__file__).parents[2] / "examples" / "gpt.py"
+GPT = Path(__file__).parents[3] / "examples" / "gpt.py"
 SMALL = """
 from dataclasses import dataclass
 import torch

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import penstock as ps
+from penstock.text.units import Units
 
 TABLE = ps.schedule("1f1b", ranks=4, microbatches=8)
 USUAL = ps.Costs(latency=0.125)
@@ -105,6 +106,37 @@ def test_scale(run, files, scale):
     ranked = {each["source"]: each["timeline"]["makespan"] for each in said["results"]}
     assert ranked["predicted.json"] == pytest.approx(ps.simulate(TABLE, USUAL).makespan / 1000)
     assert "multiplied by 0.001" in run("compare", "predicted.json", "seconds.json", "--scale", scale).out
+
+
+SHAPE = ("-p", 4, "-m", 8)
+
+
+@pytest.mark.parametrize("prediction", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("overlay", [(), ("--no-overlay",)])
+def test_a_prediction_without_a_unit_is_not_ranked_with_a_measured_one(run, refused, files, prediction, overlay):
+    """Whether or not the two do the same work, and are laid over each other."""
+    args = ("compare", prediction, "seconds.json", *SHAPE, *overlay)
+    assert "the unit of the predicted times is not known" in refused(2, *args)
+    whole = ps.simulate(ps.schedule(prediction, 4, 8), ps.Costs()).makespan
+    for options, makespan in ((("--unit", "ms"), whole), (("--scale", "0.001"), whole / 1000)):
+        ranked = {entry["source"]: entry["timeline"]["makespan"] for entry in json.loads(run(*args, *options, "--json").out)["results"]}
+        assert ranked[prediction] == pytest.approx(makespan)
+        assert ranked["seconds.json"] == pytest.approx(files.makespan * (1 if options[0] == "--unit" else 1e-3))
+
+
+def test_each_prediction_is_converted_from_its_own_unit(run, files):
+    ps.simulate(TABLE, USUAL).in_units(Units("ms")).save("ms.json")
+    files.scaled(1e-3).in_units(Units("s")).save("seconds.json")
+    said = compared(run, "ms.json", "seconds.json", "--no-overlay")
+    ranked = {entry["source"]: entry["timeline"]["makespan"] for entry in said["results"]}
+    assert ranked["ms.json"] == pytest.approx(ps.simulate(TABLE, USUAL).makespan / 1000)
+    assert said["differences"] == []
+
+
+def test_a_named_unit_is_believed_even_if_the_times_are_far_apart(run, files):
+    result = run("compare", "1f1b", "seconds.json", *SHAPE, "--unit", "s")
+    assert result.code == 0
+    assert "the units must differ" in result.out
 
 
 def test_tolerance(run, files):

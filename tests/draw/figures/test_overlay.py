@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import penstock as ps
+from draw.figures.test_figure import check_texts, group, texts
 from draw.samples import SAMPLES
-from draw.test_figure import check_texts, group, texts
 from draw.test_html import Page
 from penstock.draw.boxes import compute_boxes
 from penstock.draw.figures import rank_rows

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from penstock.errors import PenstockError, TorchVersionError
 from penstock.runtime.torch_internals.lookup import check_private, find_private
-from private_torch_names import SOURCE, find_attributes, find_definitions, find_dotted, read_texts, scan
+from runtime.torch_internals.private_torch_names import SOURCE, find_attributes, find_definitions, find_dotted, read_texts, scan
 
 DOTTED, ATTRIBUTES = scan()
 DROP_IN = "compat/torch/"
@@ -81,9 +81,9 @@ def test_the_name_exists(name: str) -> None:
 
 SHARDED = {
     "FSDPModule": ("_get_fsdp_state",),
-    "state": ("_state_ctx", "_is_root", "_root_post_backward_final_callback", "_comm_ctx"),
+    "state": ("_state_ctx", "_is_root", "_root_post_backward_final_callback", "_comm_ctx", "_training_state"),
     "context": ("is_last_backward",),
-    "group": ("_all_gather_result", "_wait_for_post_backward", "post_backward", "fsdp_params", "mesh_info", "device"),
+    "group": ("_training_state", "_all_gather_result", "_wait_for_post_backward", "post_backward", "fsdp_params", "mesh_info", "device"),
     "mesh_info": ("mesh", "shard_mesh_size", "shard_process_group"),
     "param": ("sharded_param", "unsharded_accumulated_grad", "_unsharded_param", "mp_policy", "reduce_dtype"),
 }

@@ -50,6 +50,8 @@ def test_a_known_gpu_needs_no_rates(run):
         (["plan", "--transformer", TEXT, "--gpus", 4], "--gpus needs --global-batch"),
         (["plan", "--transformer", TEXT + " flops=1e12", "--gpus", 4, "--global-batch", 8], "leave out flops with --gpus"),
         (["plan", "--transformer", TEXT, "--gpus", 4, "--global-batch", 8], "machines: 'flops', 'memory'"),
+        (["plan", "--transformer", TEXT, "--gpus", 4, "--global-batch", 8, "--node-bandwidth", 20], "write the unit, like 20GB"),
+        (["plan", "--transformer", TEXT, "--gpus", 4, "--global-batch", 8, "--node-latency", 2], "write the unit, like 2us"),
         ([*ARGS, "-p", 2], "--ranks does not go with --gpus"),
         ([*ARGS, "--shares", "matmul=2"], "matmul_share must be a number above 0 and at most 1, got 2"),
         ([*ARGS, "--optimizer", "sgd"], "there is no optimizer 'sgd'"),

@@ -23,7 +23,7 @@ from penstock.cli.training.session import ROUND_STEPS, ROUNDS, WARM_UP, count_co
 from penstock.runtime import DataOrder
 from penstock.runtime.train import ranks as rank_processes
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMALL = """
 import torch
 from torch import nn
@@ -133,7 +133,17 @@ def test_a_plan_is_measured_in_turns_with_another_schedule(run, pool, file, tmp_
     assert "Within the same 1MiB per rank, the plan t" in page
     assert page.count("processes share") == (count_cores() < 4)
     own = run("train", file, "--ranks", 4, "--batch", 16, "--device", "cpu", *options)
-    assert "starting 4 processes" in own.err
+    phases = [
+        "starting 4 processes",
+        "measuring ...",
+        "planning every schedule",
+        "planning 1f1b,",
+        "step 2 of 2: loss",
+        "measuring 36 steps",
+    ]
+    places = [own.err.find(phase) for phase in phases]
+    assert -1 not in places
+    assert places == sorted(places)
     assert own.out.rstrip().splitlines()[-1].startswith("Within the same 1MiB per rank, the plan t")
 
 

@@ -113,7 +113,28 @@ def test_a_model_that_does_not_fit_is_a_finding(refused, profile, tmp_path):
             ("-p", 2, "-m", 4, "--transformer", TINY, "--memory-limit", 40),
             "--memory-limit 40: memory is in bytes here, so write the unit, like 40GiB",
         ),
-        (("-p", 2, "-m", 4, "--transformer", TINY.replace("1e9", "1TFLOPS")), "flops=1TFLOPS: it is the rate of a device"),
+        *(
+            (("-p", 2, "-m", 4, "--transformer", TINY.replace("flops=1e9", text)), said)
+            for text, said in (
+                ("flops=1TFLOPS", "flops=1TFLOPS: flops is the number of operations per second that a device reaches"),
+                ("flops=0", "flops=0: flops is the number of operations per second"),
+                ("flops=-1", "flops=-1: flops is the number of operations per second"),
+                ("flops=", "flops= has no value: write"),
+                ("", "a transformer: 'flops' is missing; flops is the number of operations per second"),
+            )
+        ),
+        *(
+            (("-p", 2, "-m", 4, "--transformer", TINY, *options), said)
+            for options, said in (
+                (("--bandwidth", 40), "--bandwidth 40: bandwidth is in bytes per second here, so write the unit, like 40GB"),
+                (("--latency", 5), "--latency 5: that would be 5 s, so write the unit, like 5us"),
+                (("--latency", "5 parsec"), "'5 parsec' is not a time"),
+                (("--offload", "--host-bandwidth", 25), "--host-bandwidth 25: bandwidth is in bytes per second here"),
+                (("--offload", "--host-memory", 25), "--host-memory 25: memory is in bytes here"),
+            )
+        ),
+        (("-p", 2, "-m", 4, "--transformer", f"{TINY} bandwidth=40"), "--transformer: bandwidth 40: bandwidth is in bytes per second"),
+        (("-p", 2, "-m", 4, "--transformer", f"{TINY} latency=5"), "--transformer: latency 5: that would be 5 s"),
         (("-p", 20, "-m", 4, "--transformer", TINY), "8 layers are too few for 20 ranks"),
     ],
 )
@@ -132,6 +153,21 @@ def test_wrong_usage_exits_with_2(refused, args, said):
 def test_a_bad_file_exits_with_1(refused, tmp_path, name, text, said):
     (tmp_path / name).write_text(text)
     assert said in refused(1, "plan", "--profile", tmp_path / name, "-p", 1, "-m", 2)
+
+
+def test_links_with_units(run, tmp_path):
+    """The latency in the profile's unit, whatever unit it is written in."""
+    (tmp_path / "ms.json").write_text('{"layers": [{"f": 1, "i": 1, "w": 1}, {"f": 1, "i": 1, "w": 1}], "time_unit": "ms"}')
+    for text, latency in (("500us", 0.5), ("0.5", 0.5), ("0.0005s", 0.5)):
+        args = ("plan", "--profile", tmp_path / "ms.json", "-p", 2, "-m", 2, "--latency", text, "--seconds", 0, "--json")
+        assert json.loads(run(*args).out)["profile"]["latency"] == pytest.approx(latency)
+
+
+def test_a_time_without_a_unit_is_for_profiles_without_one(run, refused, tmp_path):
+    (tmp_path / "p.json").write_text('{"layers": [{"f": 1, "i": 1, "w": 1}, {"f": 1, "i": 1, "w": 1}]}')
+    args = ("plan", "--profile", tmp_path / "p.json", "-p", 2, "-m", 2, "--seconds", 0, "--latency")
+    assert run(*args, 5).code == 0
+    assert "the profile's times have no unit: write a plain number" in refused(2, *args, "5us")
 
 
 # Ctrl-C ---------------------------------------------------------------------------------------------------------------

@@ -50,6 +50,29 @@ def test_other_suffixes_get_the_printed_text(run, tmp_path):
     assert (tmp_path / "b.txt").read_text() == run("show", "gpipe", "--json").out
 
 
+@pytest.mark.parametrize(("suffix", "start"), [("svg", b"<?xml"), ("pdf", b"%PDF"), ("png", b"\x89PNG"), ("html", b"<!doctype html>")])
+def test_pictures_are_drawn(run, tmp_path, suffix, start):
+    path = tmp_path / f"a.{suffix}"
+    result = run("show", "zbv", "-p", 2, "-m", 3, "-o", path)
+    assert (result.code, result.out, result.err) == (0, "", "")
+    assert path.read_bytes()[:20].lower().startswith(start.lower())
+    if suffix == "svg":
+        assert "zbv: each action takes one step" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "suffix"),
+    [("show", "gif"), ("lower", "svg"), ("lower", "gif"), ("verify", "pdf"), ("verify", "csv")],
+)
+def test_suffixes_that_say_something_else_are_refused(refused, tmp_path, command, suffix):
+    assert "the suffix is n" in refused(2, command, "zbv", "-o", tmp_path / f"a.{suffix}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_json_is_not_written_into_a_picture(refused, tmp_path):
+    assert "--json does not go with" in refused(2, "show", "zbv", "--json", "-o", tmp_path / "a.svg")
+
+
 def test_a_dash_means_stdout(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run("show", "gpipe", "-o", "-") == run("show", "gpipe")

@@ -15,7 +15,7 @@ import pytest
 
 import penstock as ps
 from draw.samples import SAMPLES
-from penstock.draw.boxes import collective_boxes, compute_boxes
+from penstock.draw.boxes import compute_boxes, list_collective_boxes
 from penstock.draw.figures import rank_rows
 from penstock.draw.figures.canvas import IDLE, render, use_style
 from penstock.draw.figures.rank_rows import mix_colours, space_rows
@@ -60,7 +60,7 @@ def test_one_box_per_part_of_each_action(name):
     assert len(group(root, "boxes-0-idle")) == timeline.ranks
     assert len(group(root, "boxes-0-optimizer")) == np.count_nonzero(timeline.optimizer)
     collective = sum(len(group(root, f"boxes-0-{kind.name}")) for kind in (Kind.UNSHARD, Kind.REDUCE_GRAD))
-    assert collective == len(collective_boxes(timeline))
+    assert collective == len(list_collective_boxes(timeline))
 
 
 def test_boxes_are_at_their_times():
@@ -84,7 +84,7 @@ def test_text_is_stored_as_text_and_contains_the_figures():
     said = texts(root)
     assert "1f1b" in said
     assert any("4 ranks, 8 microbatches" in text and "makespan 33 ms" in text and "bubble 27.3%" in text for text in said)
-    assert any("peak memory 4 (rank 0)" in text for text in said)
+    assert any("peak memory 4 activations (rank 0)" in text for text in said)
     assert {"time (ms)", "rank", "memory", "forward", "full backward", "idle"} <= set(said)
     labels = [text for text in said if text.isdecimal()]
     assert labels.count("7") == 2 * 4  # microbatch 7, forward and backward on each rank; no tick and no rank has this number

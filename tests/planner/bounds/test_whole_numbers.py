@@ -7,7 +7,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.planner.whole_numbers import common_unit, floor_units, unit_for
+from penstock.planner.bounds.whole_numbers import common_unit, floor_units, unit_for
 
 tenths = st.integers(1, 5000).map(lambda number: number / 10)
 

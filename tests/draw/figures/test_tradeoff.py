@@ -24,7 +24,7 @@ def marks(figure) -> list[tuple[float, float]]:
 
 
 def test_one_mark_per_candidate_that_is_not_far_too_slow(plan):
-    timed = [each for each in plan.alternatives if each.objective is not None and each.objective <= 1.5 * plan.objective]
+    timed = [each for each in plan.candidates if each.objective is not None and each.objective <= 1.5 * plan.objective]
     assert sorted(marks(draw_tradeoff(plan))) == sorted((each.peak, each.objective) for each in timed)
     assert any(not each.fits for each in timed)
 
@@ -93,6 +93,46 @@ def test_times_have_a_unit_that_suits_them(plan):
     axes = draw_tradeoff(ps.plan(profile, ranks=4, microbatches=8, memory_limit=14.0, seconds=0)).axes[0]
     assert axes.get_ylabel() == "predicted makespan (ms)"
     assert axes.collections[-1].get_offsets()[0][1] == pytest.approx(plan.objective)
+
+
+def test_axes_without_a_unit_say_so(plan):
+    axes = draw_tradeoff(plan).axes[0]
+    assert axes.get_ylabel() == "predicted makespan (in the profile's unit)"
+    assert axes.get_xlabel() == "peak memory of the fullest rank (in the profile's unit)"
+
+
+def test_a_crowded_winner_is_named_and_the_legend_explains_hollow_marks(plan):
+    model = ps.Profile.transformer(layers=16, hidden=2048, heads=16, sequence=2048, vocabulary=32000, flops=100e12)
+    crowded = ps.plan(model, ranks=4, microbatches=8, memory_limit="8GiB", seconds=0)
+    for chosen in (crowded, plan):
+        figure = draw_tradeoff(chosen)
+        assert [text.get_text() for text in figure.axes[0].texts if text.get_fontweight() == "bold"] == [chosen.name]
+        labels = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert f"the plan: {chosen.name}" in labels
+        assert "over the memory limit" in labels
+    without_limit = draw_tradeoff(ps.plan(MODEL, ranks=4, microbatches=8, seconds=0))
+    assert "over the memory limit" not in [text.get_text() for text in without_limit.legends[0].get_texts()]
+
+
+def test_no_two_leaders_cross(plan):
+    figure = draw_tradeoff(plan)
+    leaders = [line.get_xydata() for line in figure.axes[0].lines if str(line.get_label()).startswith("_")]
+    assert leaders
+    for place, one in enumerate(leaders):
+        for other in leaders[:place]:
+            start, along = one[0], one[1] - one[0]
+            sides = [along[0] * (point[1] - start[1]) - along[1] * (point[0] - start[0]) for point in other]
+            begin, reach = other[0], other[1] - other[0]
+            backs = [reach[0] * (point[1] - begin[1]) - reach[1] * (point[0] - begin[0]) for point in one]
+            assert not (sides[0] * sides[1] < 0 and backs[0] * backs[1] < 0)
+
+
+def test_the_figure_counts_as_the_report_does(plan):
+    title = draw_tradeoff(plan).axes[0].get_title(loc="left")
+    counted = plan.tally.partition(":")[0]
+    assert counted == f"{len(plan.candidates)} candidates"
+    assert title.startswith(f"4 ranks: {counted}, ")
+    assert counted in plan.report()
 
 
 @pytest.mark.parametrize("suffix", ["svg", "pdf", "png"])

@@ -97,7 +97,10 @@ def test_impossible_arguments_are_refused(refused, args, said):
 @pytest.mark.parametrize("missing", ["starlette", "uvicorn"])
 def test_without_the_extra_the_error_says_what_to_install(refused, monkeypatch, missing):
     monkeypatch.setattr(server, "find_spec", lambda name: None if name == missing else importlib.util.find_spec(name))
-    assert f"the studio needs {missing}, which is not installed: pip install 'penstock[studio]'" in refused(2, "studio", "--no-open")
+    assert (
+        f"the studio needs {missing}, which is not installed: install the extra 'studio', pip install '.[studio]' in a clone of Penstock"
+        in refused(2, "studio", "--no-open")
+    )
 
 
 @pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "localhost"), ("0.0.0.0", socket.gethostname())])
