@@ -81,7 +81,6 @@ _NO_COPY = (
 _DRIFT = 1000
 """Recorded steps after which the ranks' clocks are compared again."""
 Method = TypeVar("Method", bound=Callable[..., Any])
-Result = TypeVar("Result")
 
 
 def report_refusal(method: Method) -> Method:
@@ -365,16 +364,14 @@ class Pipeline:
 
     def gather_all(self, name: str, value: Any) -> list[Any]:
         """All-gather a value over all ranks of the mesh, or of the pipeline if there is no mesh."""
-        return self._gather_whole(name, value) if self.recovery is None else self._decide(name, value, lambda values: values)
+        return self._gather_whole(name, value) if self.recovery is None else self._gather_survivors(self.recovery, name, lambda: value)
 
     def _gather_whole(self, name: str, value: Any) -> list[Any]:
         return self.gather(name, value) if self.grid is None else self.grid.whole.gather(self.grid.whole.rank, name, value, self.deadline)
 
-    def _decide(self, name: str, value: Any, complete: Callable[[list[Any]], Result]) -> Result:
-        """Make a call that consists of one exchange between all ranks, if ranks may be lost."""
-        recovery = self.recovery
-        assert recovery is not None
-        return recovery.run(lambda: recovery.decide(name, value, do_nothing, complete))
+    def _gather_survivors(self, recovery: Recovery, name: str, read: Callable[[], Any]) -> list[Any]:
+        """Make a call that consists of one exchange between all ranks; `read` returns this rank's value, again after each loss."""
+        return recovery.run(lambda: recovery.decide(name, read(), do_nothing, lambda values: values))
 
     def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank's stages under the model's own names, each once."""
@@ -520,7 +517,7 @@ class Pipeline:
         assert self._before_postponed is not None
         self._before_postponed.restore()
         steps, postponed, buffers = self.steps, self.postponed_steps, BufferBackup()
-        buffers.take(module for stage in self.stages.values() for module in stage.module.modules())
+        buffers.take(stage.module for stage in self.stages.values())
         try:
             with self.recovery.repeat():
                 for feed, step in self._postponed_inputs:
@@ -544,7 +541,7 @@ class Pipeline:
         whole = self.grid.whole
         waiting = whole.gather(whole.rank, "returning ranks", whole.list_returning(), self.deadline)[0]
         if {*whole.members, *waiting} != set(range(whole.ranks)):
-            self.recovery.decide("nobody returns", None, do_nothing, lambda _: None)
+            self.recovery.decide("no rank returns", None, do_nothing, lambda _: None)
             return
         whole.readmit(waiting, self.deadline)
         self._set_groups()
@@ -728,7 +725,8 @@ class Pipeline:
                 share.times = meter.take_times(executor, feed.tokens)
             share.whole = {index: stage.whole for index, stage in self.stages.items() if stage.whole is not None}
             shares = self._gather_shares("step", share)
-            write_statistics(folded)
+            if folded:
+                write_statistics(folded)
             complete = partial(self._complete_step, executor, shares, finalizes=feed.share.finalizes, meter=meter)
             if self.recovery is not None:
                 return self._commit_step(self.recovery, executor, shares, undo, complete)
@@ -815,7 +813,7 @@ class Pipeline:
                 result.loss = self.data.sum_values({"loss": result.loss})["loss"]
             return result
         result = self._make_result(shares if self.joint is None else self.joint.take_replica(shares, self.joint.replica), recorded)
-        known = {replica: loss for theirs in reversed(losses) for replica, loss in theirs.items()}
+        known = {replica: loss for by_replica in reversed(losses) for replica, loss in by_replica.items()}
         total: Tensor | None = None
         for _, loss in sorted(known.items()):
             total = loss if total is None else total if loss is None else total + loss
@@ -889,15 +887,16 @@ class Pipeline:
         """Scale all gradients so that their norm over all stages is at most `max_norm`; returns the norm before. Tied ones count once."""
         self._check_finalized("clip_grad_norm_")
         options: dict[str, Any] = {"parameters": list(self.local_parameters()), "shared": self.shared, "data": self.data}
-        norm = clip_grad_norm(max_norm, norm_type, **options, gather=self.gather if self.recovery is None else self._gather_norms)
+        gather = self.gather if self.recovery is None else partial(self._gather_norms, self.recovery)
+        norm = clip_grad_norm(max_norm, norm_type, **options, gather=gather)
         self._deliver_metrics(norm)
         return norm
 
-    def _gather_norms(self, name: str, norms: dict[Any, Tensor]) -> list[dict[Any, Tensor]]:
-        """All-gather of the norms of gradients, which data ranks have in common: the first of them sends its own."""
-        assert self.grid is not None
-        peers = self.grid.join_peers()
-        return self._decide(name, norms if peers.rank == 0 else {}, lambda values: values)
+    def _gather_norms(self, recovery: Recovery, name: str, norms: dict[Any, Tensor]) -> list[dict[Any, Tensor]]:
+        """All-gather of the norms of gradients, which data ranks have in common: the first of those that are left sends its own."""
+        grid = self.grid
+        assert grid is not None
+        return self._gather_survivors(recovery, name, lambda: norms if grid.join_peers().rank == 0 else {})
 
     def flush_metrics(self) -> None:
         """Give the metrics of the last step to `on_step`, if that was not done yet. Call it after the last step if nothing clips."""

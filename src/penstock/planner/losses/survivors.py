@@ -40,8 +40,8 @@ class Survivors:
         for rank in range(self.pipeline):
             if not self.list_peers(rank):
                 raise ScheduleError(
-                    f"all {self.data} replicas of pipeline rank {rank} are lost, so nobody holds its stages any more: start again from the "
-                    "last checkpoint"
+                    f"all {self.data} replicas of pipeline rank {rank} are lost, so no rank holds its stages any more: start again from "
+                    "the last checkpoint"
                 )
 
     @classmethod
@@ -58,13 +58,13 @@ class Survivors:
 
     @cached_property
     def lost(self) -> tuple[Place, ...]:
-        """The places that nobody is at any more."""
+        """The places of the lost ranks."""
         places = ((rank, replica) for rank in range(self.pipeline) for replica in range(self.data))
         return tuple(place for place in places if place not in self.ranks)
 
     def list_peers(self, pipeline_rank: int) -> tuple[int, ...]:
         """The living ranks with the stages of this rank of the pipeline."""
-        return tuple(rank for rank, (held, _) in enumerate(self.places) if held == pipeline_rank)
+        return tuple(rank for rank, (column, _) in enumerate(self.places) if column == pipeline_rank)
 
     def find_taker(self, place: Place, microbatch: int) -> int:
         """The rank that runs a microbatch of a place's replica: the one at the place, or its peers in turn if it is lost."""

@@ -27,7 +27,7 @@ Exchange = Callable[[int, int, Any], Any]
 
 @dataclass(frozen=True)
 class Offer:
-    """What one survivor knows of its replica's batch, and tells all others."""
+    """The parts of its replica's batch that one survivor has, which it tells all others."""
 
     parts: frozenset[Part]
     weights: tuple[float, ...] | None
@@ -92,7 +92,7 @@ class JointBatch:
         return stages + [(part, part) for part in sorted(part for part in offered if isinstance(part, int))]
 
     def _list_members(self, replica: int) -> list[int]:
-        """The survivors of a replica; refused if there are none, because nobody has its batch then."""
+        """The survivors of a replica; refused if there are none, because no rank has its batch then."""
         members = [rank for rank, (_, own) in enumerate(self.survivors.places) if own == replica]
         if not members:
             raise PipelineError(
@@ -119,17 +119,17 @@ class JointBatch:
 
     def merge(self, own: StepInput, rank: int, exchange: Exchange) -> StepInput:
         """The joint input on a survivor, from that of its own replica and what others send."""
-        data, mine = self.survivors.data, self.survivors.places[rank][1]
-        numbers = [k * data + mine for k in range(self.count)]
+        data, replica = self.survivors.data, self.survivors.places[rank][1]
+        numbers = [k * data + replica for k in range(self.count)]
         total = self.count * data
         args: list[Any] = [()] * total
         targets: list[Any] | None = None if not any(TARGETS in offer.parts for offer in self.offers) else [None] * total
         kwargs: dict[int, list[Any]] = {part: [{}] * total for part, _ in self._list_stages() if isinstance(part, int)}
-        held: dict[Part, list[Any] | None] = dict(kwargs.items())
-        held[ARGS], held[TARGETS] = args, targets
+        merged: dict[Part, list[Any] | None] = dict(kwargs.items())
+        merged[ARGS], merged[TARGETS] = args, targets
         parts: list[Part] = [ARGS, TARGETS, *own.kwargs]
         for part in parts:
-            place, values = held.get(part), _read(own, part)
+            place, values = merged.get(part), _read(own, part)
             if place is not None and values:
                 for number, value in zip(numbers, values, strict=True):
                     place[number] = value
@@ -138,7 +138,7 @@ class JointBatch:
                 continue
             sent = [_read(own, transfer.part)[k] for k in transfer.microbatches] if rank == transfer.source else None
             received = exchange(transfer.source, transfer.target, sent)
-            place = held[transfer.part]
+            place = merged[transfer.part]
             if rank == transfer.target and place is not None:
                 for k, value in zip(transfer.microbatches, received, strict=True):
                     place[k * data + transfer.replica] = value

@@ -191,7 +191,7 @@ class Checkpoints:
         return recovery.run(decide)
 
     def _follow(self, model: ModelState | None) -> Recovery | None:
-        """What makes calls again when ranks are lost, if the model is a pipeline that goes on then; None for the model of the last call."""
+        """The recovery of the pipeline, if ranks of it may be lost; without a model, that of the last call."""
         if model is not None:
             followed = self._follows_pipeline and model.pipeline is not None
             self._recovery = model.pipeline.recovery if followed and model.pipeline is not None else None

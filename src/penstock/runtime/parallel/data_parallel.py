@@ -342,7 +342,7 @@ def _use_if_several(group: ProcessSubgroup | None) -> tuple[ProcessSubgroup | No
 
 @dataclass(frozen=True)
 class SameOnDataRanks:
-    """What must be the same on all data ranks in a step."""
+    """Properties of a step that must be the same on all data ranks."""
 
     microbatches: int
     finalizes: bool

@@ -1,4 +1,4 @@
-"""The survivors of a mesh as one pipeline, in place of the replicas' own: what it runs, and what its ranks tell each other about a step."""
+"""The survivors of a mesh as one pipeline, in place of the replicas' own: its schedule, and the exchanges of its ranks about a step."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ class JointPipeline:
 
     def agree(self, step_input: StepInput, name: str, table: Table, data: DataParallel) -> StepInput:
         """Agree on a step with all survivors, and return the joint input; `table` is what one pipeline would run."""
-        mine = SameOnDataRanks.of(step_input), Offer.of(step_input), data.replicated.list_changed()
-        same, offers, changed = zip(*self.group.gather(self.rank, name, mine, self.deadline), strict=True)
+        own = SameOnDataRanks.of(step_input), Offer.of(step_input), data.replicated.list_changed()
+        same, offers, changed = zip(*self.group.gather(self.rank, name, own, self.deadline), strict=True)
         SameOnDataRanks.check(same, self.group.describe_rank)
         if data.group is not None:
             data.copy_changed_buffers([changed[self.group.members.index(member)] for member in data.group.members])
@@ -110,8 +110,8 @@ class JointPipeline:
         The others' values are empty, so that nothing is counted twice.
         """
         first = self.survivors.list_peers(self.survivors.places[self.rank][0])[0]
-        mine = value if self.rank == first else {} if isinstance(value, dict) else None
-        return self.group.gather(self.rank, name, mine, self.deadline)
+        sent = value if self.rank == first else {} if isinstance(value, dict) else None
+        return self.group.gather(self.rank, name, sent, self.deadline)
 
     # Results ----------------------------------------------------------------------------------------------------------
 

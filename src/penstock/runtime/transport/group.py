@@ -18,7 +18,7 @@ Operation = Callable[[], None]
 _SHOWN = 3
 """How many completed actions a report shows."""
 RETURNED = "has returned"
-"""What a rank is doing whose function has returned."""
+"""The activity of a rank whose function has returned."""
 
 
 class _Empty:

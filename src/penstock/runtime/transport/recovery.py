@@ -111,13 +111,13 @@ class Recovery:
         values = self.group.gather(self.group.rank, READMITTED, (self.done, value), self.deadline)
         self.done, self.result, self.alone = max(done for done, _ in values) + 1, values, True
         self._members = self.group.members
-        return [theirs for _, theirs in values]
+        return [sent for _, sent in values]
 
     def let_in(self, value: Any) -> list[Any]:
         """End the call in which a process comes back: the counterpart of `join` on all other ranks."""
         values = self.decide(READMITTED, (self.done, value), do_nothing, lambda values: values)
         self._members = self.group.members
-        return [theirs for _, theirs in values]
+        return [sent for _, sent in values]
 
     def _recover(self) -> tuple[bool, Any]:
         """Meet the ranks that are left; returns whether another rank has completed this call, and then what it returns here."""
@@ -129,8 +129,8 @@ class Recovery:
                 completed = group.gather(group.rank, "completed calls", self.done, self.deadline)
                 if max(completed) > min(completed):
                     source = completed.index(max(completed))
-                    mine = self.result if group.members[source] == group.rank else None
-                    result = group.gather(group.rank, "result of a completed call", mine, self.deadline)[source]
+                    own = self.result if group.members[source] == group.rank else None
+                    result = group.gather(group.rank, "result of a completed call", own, self.deadline)[source]
                     if self.done < max(completed):
                         assert self._prepared is not None, "all ranks have entered the last exchange of a call that any has completed"
                         prepared, self._prepared = self._prepared, None
