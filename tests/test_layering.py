@@ -232,6 +232,31 @@ def is_of_torch(name: str) -> bool:
     return any(re.search(rf"\b{name}\b", file.read_text(encoding="utf-8")) for file in Path(pipelining.__file__).parent.glob("*.py"))
 
 
+# A verb, and the return types that a function named after it cannot have.
+RETURNS = {
+    "is|has|can|should": r"(?!(bool|Flags|Any|list\[bool\]|NDArray\[np\.bool_\]|Type(Guard|Is)\[.*\])$)",
+    "describe|explain|format|summarize": r"(?!.*(str|TextSection)\b)",
+    "count": r"(str|bool|list\[Any\])$",
+    "list|find|make|build|choose|collect|estimate|compute": r"(None|NoReturn)$",
+    "list|collect|write|save|draw": r"(bool|int|float)\b",
+    "describe|explain|find|list|write|count": r".*(Error|Exception)\b(?!\])",
+}
+FOREIGN = {"format_usage", "format_options", "format_commands", "save_checkpoint"}
+"""Methods whose names and return types are click's and DeepSpeed's."""
+
+
+def test_functions_return_what_their_verbs_say() -> None:
+    wrong = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.returns is not None and node.name not in FOREIGN:
+                verb, _, noun = node.name.strip("_").partition("_")
+                returned = ast.unparse(node.returns)
+                if noun and any(verb in verbs.split("|") and re.match(types, returned) for verbs, types in RETURNS.items()):
+                    wrong.append(f"{path.relative_to(SOURCE)}:{node.lineno}: {node.name} returns {returned}")
+    assert wrong == []
+
+
 GLOSSARY = {
     "Action": "ir/action.py",
     "Channel": None,

@@ -17,7 +17,7 @@ from penstock.errors import ScheduleError
 from penstock.runtime import DataOrder, device_mesh, launch
 from penstock.runtime.launch.workers import Workers
 
-# A process is killed in the backward of a step: rank 1 in step 2, then rank 0 in step 3. The second start keeps shards, the others copies.
+# Rank 1 is killed in the backward of step 2. The first start keeps copies, the second shards.
 # When processes start again, the one that torch would find the old address of comes last.
 SCRIPT = """
 import os, signal, sys, time
@@ -41,8 +41,8 @@ def die(_):
 
 with Checkpoints(sys.argv[1]) as checkpoints:
     found = checkpoints.load_latest(pipe, optimizer, data=data)
-    for step in range(found.step + 1 if found else 1, 5):
-        if (attempt, rank(), step) in ((0, 1, 2), (1, 0, 3)):
+    for step in range(found.step + 1 if found else 1, 4):
+        if (attempt, rank(), step) == (0, 1, 2):
             for stage in pipe.stages.values():
                 stage.module.register_full_backward_hook(lambda *_: die(_))
         mine = samples[next(data)].tensor_split(mesh["dp"].size())[mesh["dp"].get_local_rank()]
@@ -62,7 +62,7 @@ def unpipelined() -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     samples, data = torch.randn(20, 6).double(), DataOrder(20, batch=8)
     losses = []
-    for _ in range(4):
+    for _ in range(3):
         x = samples[next(data)]
         loss = functional.mse_loss(model(x), x.flip(1))
         loss.backward()
@@ -73,17 +73,17 @@ def unpipelined() -> list[float]:
 
 
 def test_killed_processes_of_a_mesh(tmp_path: Path) -> None:
-    """Every step runs once, also if shards load the checkpoint of replicas and the reverse."""
+    """Every step runs once, also if shards load the checkpoint of replicas."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     command += [str(script), str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ, OMP_NUM_THREADS="1"), timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("exitcode: -9") == 2, done.stderr
+    assert done.stderr.count("exitcode: -9") == 1, done.stderr
     assert "set up without Penstock" not in done.stderr
     found = re.findall(r"^attempt (\d) step (\d+) loss (\S+)$", done.stdout, re.MULTILINE)
-    assert [(attempt, step) for attempt, step, _ in found] == [("0", "1"), ("1", "2"), ("2", "3"), ("2", "4")]
+    assert [(attempt, step) for attempt, step, _ in found] == [("0", "1"), ("1", "2"), ("1", "3")]
     assert [float(loss) for _, _, loss in found] == pytest.approx(unpipelined(), rel=1e-11)
 
 

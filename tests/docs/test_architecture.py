@@ -13,6 +13,7 @@ from docs.blocks import ROOT
 from docs.walks import (
     PAGE,
     PROCESSES_ONLY,
+    SLICES_ONLY,
     SOURCE,
     SPLIT_ONLY,
     STEP,
@@ -25,15 +26,16 @@ from docs.walks import (
 )
 from maker.rooms import PICTURE, ROOMS, picture
 from penstock.runtime import launch
+from penstock.schedules.registry import algorithms
 
 OUTSIDE = ("web/", "tests/", "docs/")
 MOST_FILES = 19
 """The most files in the walk of a step: a longer one can no longer be read in one sitting."""
 
 
-def named_files() -> list[str]:
-    """Every path in the page's prose, list items and tables."""
-    return re.findall(r"`([\w./-]+\.(?:py|md|ts|tsx))`", PAGE)
+def named_files(text: str = PAGE) -> list[str]:
+    """Every path in prose, list items and tables."""
+    return re.findall(r"`([\w./-]+\.(?:py|md|ts|tsx))`", text)
 
 
 def named_folders() -> list[str]:
@@ -49,6 +51,26 @@ def test_every_named_file_exists(path: str) -> None:
 @pytest.mark.parametrize("path", sorted(set(named_folders())))
 def test_every_named_folder_exists(path: str) -> None:
     assert ((ROOT if path.startswith(OUTSIDE) else SOURCE) / path).is_dir()
+
+
+def list_entries() -> list[str]:
+    """Every numbered item of a walk and every row of the table of changes: each has names beside the files that define them."""
+    items = re.findall(r"^\d+\. .*$", PAGE, flags=re.MULTILINE)
+    return items + re.findall(r"^\| .*$", section("Where do I change X?"), flags=re.MULTILINE)[1:]
+
+
+def defines(path: Path, name: str) -> bool:
+    """Whether a file defines a class, function, method, constant or type of this name."""
+    kinds = r"class|def" if path.suffix == ".py" else r"class|function|interface|type|const"
+    text = path.read_text(encoding="utf-8")
+    return re.search(rf"^\s*(export )?({kinds}) {name}\b|^{name}\b[^\n]*=", text, flags=re.MULTILINE) is not None
+
+
+@pytest.mark.parametrize("entry", list_entries(), ids=lambda entry: re.sub(r"\W+", " ", entry).strip()[:40])
+def test_every_name_is_defined_in_a_file_beside_it(entry: str) -> None:
+    files = [(ROOT if path.startswith(OUTSIDE) else SOURCE) / path for path in named_files(entry)]
+    for name in set(re.findall(r"`(?:[A-Z]\w+\.)?([A-Za-z]\w+)`", entry)):
+        assert any(defines(path, name) for path in files if path.suffix != ".md"), name
 
 
 def test_the_page_names_files_of_every_room() -> None:
@@ -86,6 +108,19 @@ def test_higher_rooms_are_drawn_above_those_they_import() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_walk_of_a_step_on_virtual_ranks(schedule: str) -> None:
     check_step(launch(trace_step, ranks=2, args=(schedule,)), "threads", schedule)
+
+
+@pytest.mark.parametrize("schedule", [name for name in algorithms() if name not in ("inference", "data-parallel")])
+def test_no_schedule_takes_another_way(schedule: str) -> None:
+    """Nor calls back into the pipeline; two copies of each stage add the files that sum their gradients and statistics."""
+    table = ps.schedule(schedule, 2, 4)
+    visited = set().union(*launch(trace_step, ranks=2, args=(schedule, (8, 8, 8) if table.slices > 1 else (8, 8))))
+    if table.slices > 1:
+        assert visited >= SLICES_ONLY
+        visited -= SLICES_ONLY | {"runtime/torch_internals/tensors.py"}  # of operators on more than two dimensions
+    if len(table.placement.copies) == 1:
+        assert visited <= set(walk(STEP)) | THREADS_ONLY
+        assert len(visited) <= MOST_FILES
 
 
 def test_the_walk_of_a_step_can_be_read_in_one_sitting() -> None:

@@ -26,6 +26,8 @@ SPLIT_ONLY = {"runtime/split_backward/deferral.py", "runtime/split_backward/oper
 """Visited only if the schedule splits the backward."""
 PROCESSES_ONLY = {f"runtime/transport/{name}.py" for name in ("processes", "framed_channels", "message_format", "all_gather")}
 """Visited only by processes."""
+SLICES_ONLY = {"runtime/batch/slices.py", "runtime/sequence/prefix.py"}
+"""Visited only if sequences are cut into slices."""
 THREADS_ONLY = {"runtime/transport/threads.py", "runtime/device/streams.py", "runtime/device/rng.py"}
 """Visited only by virtual ranks."""
 
@@ -62,13 +64,13 @@ def trace(call: Callable[[], T]) -> tuple[T, list[tuple[str, str]]]:
     return result, calls
 
 
-def trace_step(schedule: str) -> list[str]:
+def trace_step(schedule: str, shape: tuple[int, ...] = (8, 8)) -> list[str]:
     """The files that this rank visits in a steady step, by their first call; no file that the step enters calls back into the pipeline."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(8)))
     pipe = Pipeline(model, schedule=schedule, microbatches=4, loss_fn=functional.mse_loss)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    x, y = torch.randn(shape), torch.randn(shape)
     for _ in range(3):
         pipe.step(x, target=y)
         optimizer.step()

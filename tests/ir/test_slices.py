@@ -152,7 +152,7 @@ def test_wrong_orders_are_refused_by_name() -> None:
     assert "stage 0 has no F for microbatch 0, slice 1 of 0..0, slices 0..1" in findings([["0F0.0", "0B0.1", "0B0.0"]])
     missing = findings([["0F0.0", "0F0.1", "0I0.1", "0W0.1", "0I0.0"]])
     assert "stage 0 runs 0I0.0 but never 0W0.0" in missing
-    assert "1 microbatches of 2 slices" in missing
+    assert "1 microbatch of 2 slices" in missing
     assert "0F1.0 names microbatch 1, slice 0 of 0..0, slices 0..1" in findings([["0F0.0", "0F0.1", "0B0.1", "0B0.0", "0F1.0"]])
 
 

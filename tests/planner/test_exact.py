@@ -210,6 +210,6 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ortools" else find(name, *rest))
     problem = Problem(Placement.linear(2), 2, Costs())
-    with pytest.raises(MissingExtraError, match=r"penstock\[solve\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install '\.\[solve\]' in a clone"):
         solve(problem, seconds=1)
     assert lower_bound(problem, seconds=1.0) == lower_bound(problem)

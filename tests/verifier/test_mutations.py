@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, product
 from random import Random
 
 import pytest
@@ -54,6 +54,11 @@ def is_right(program: Table, semantics: str, random: Random | None = None) -> bo
 
 def tally(program: Program, mutants: Iterable[Rows], semantics: Iterable[str], random: Random | None = None) -> Counter[bool]:
     return Counter(is_right(mutant_of(program, rows), each, random) for rows in mutants for each in semantics)
+
+
+def tally_in_turns(program: Program, mutants: Iterable[Rows]) -> Counter[bool]:
+    """Each mutant under one of the semantics, in turns."""
+    return Counter(is_right(mutant_of(program, rows), each) for rows, each in zip(mutants, cycle(SEMANTICS)))
 
 
 def assert_fair(counts: Counter[bool], right: float, wrong: float) -> None:
@@ -113,7 +118,7 @@ def test_every_mutant_of_a_tiny_program_is_judged_alike(name: str) -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_every_mutant_of_a_small_program_is_judged_alike(name: str) -> None:
     program = SMALL[name]()
-    assert_fair(tally(program, every(tuple(program)), SEMANTICS), right=0.01, wrong=0.5)
+    assert_fair(tally_in_turns(program, every(tuple(program))), right=0.01, wrong=0.5)
 
 
 @pytest.mark.parametrize("semantics", SEMANTICS)
@@ -149,8 +154,8 @@ def test_mutants_of_every_schedule_are_judged_alike(name: str) -> None:
         program = ps.lower(schedule, fsdp=fsdp, receive=receive)
         assert is_right(program, "channels")
         assert receive != "paired" or is_right(program, "rendezvous")
-        counts += tally(program, [some(tuple(program), random) for _ in range(4)], SEMANTICS, random)
-    assert_fair(counts, right=0.04, wrong=0.5)
+        counts += tally(program, [some(tuple(program), random) for _ in range(3)], SEMANTICS, random)
+    assert_fair(counts, right=0.02, wrong=0.5)
 
 
 @pytest.mark.parametrize("name", sorted(ps.available()))
@@ -161,8 +166,8 @@ def test_mutants_of_programs_that_wait_are_judged_alike(name: str) -> None:
         program = waiting(schedule, receive=receive, reduce=reduce, outstanding=most)
         assert is_right(program, "channels")
         assert receive != "paired" or is_right(program, "rendezvous")
-        counts += tally(program, [some(tuple(program), random) for _ in range(5)], SEMANTICS, random)
-    assert_fair(counts, right=0.04, wrong=0.5)
+        counts += tally(program, [some(tuple(program), random) for _ in range(2)], SEMANTICS, random)
+    assert_fair(counts, right=0.02, wrong=0.5)
 
 
 WIRED = {
@@ -204,7 +209,7 @@ def test_mutants_of_unusual_pipelines_are_judged_alike(schedule: Schedule) -> No
 def test_mutants_of_schedules_without_messages_are_judged_alike(name: str) -> None:
     random, counts = Random(name), Counter[bool]()
     for schedule in schedules_of(name):
-        for _ in range(25):
+        for _ in range(20):
             rows = some(tuple(schedule), random)
             mutant = Schedule.from_actions(
                 rows, schedule.placement, microbatches=schedule.microbatches, graph=schedule.graph, slices=schedule.slices

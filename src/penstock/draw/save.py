@@ -121,7 +121,7 @@ class _TraceEvents:
     def _to_ticks(self, time: float) -> float:
         return round(time * self.scale * _TICKS) / _TICKS
 
-    def _write_slice(self, rank: int, lane: int, name: str, times: tuple[float, float], **args: Any) -> TraceEvent:
+    def _make_slice(self, rank: int, lane: int, name: str, times: tuple[float, float], **args: Any) -> TraceEvent:
         start, end = map(self._to_ticks, times)
         return {"ph": "X", "pid": rank, "tid": lane, "name": name, "ts": start, "dur": end - start, "args": args}
 
@@ -130,11 +130,11 @@ class _TraceEvents:
     def names(self) -> Iterator[TraceEvent]:
         """The names of processes and threads, and their order."""
         for rank in range(self.timeline.ranks):
-            yield _write_meta("process_name", rank, name=f"rank {rank}")
-            yield _write_meta("process_sort_index", rank, sort_index=rank)
+            yield _make_meta("process_name", rank, name=f"rank {rank}")
+            yield _make_meta("process_sort_index", rank, sort_index=rank)
         for rank, lane, name in self._name_lanes():
-            yield _write_meta("thread_name", rank, lane, name=name)
-            yield _write_meta("thread_sort_index", rank, lane, sort_index=lane)
+            yield _make_meta("thread_name", rank, lane, name=name)
+            yield _make_meta("thread_sort_index", rank, lane, sort_index=lane)
 
     def _name_lanes(self) -> Iterator[tuple[int, int, str]]:
         yield from ((rank, self._compute(rank), "compute") for rank in range(self.timeline.ranks))
@@ -169,18 +169,18 @@ class _TraceEvents:
                 parts = span.action.parts
                 args = {"stage": [part.stage for part in parts], "microbatch": [part.microbatch for part in parts], "wait": span.wait}
                 args |= {"slice": [part.slice for part in parts]} if self.timeline.table.slices > 1 else {}
-                yield self._write_slice(rank, self._compute(rank), " & ".join(map(str, parts)), (span.start, span.end), **args)
+                yield self._make_slice(rank, self._compute(rank), " & ".join(map(str, parts)), (span.start, span.end), **args)
 
     def optimizer(self) -> Iterator[TraceEvent]:
         for rank, start, end in zip(*(column.tolist() for column in list_optimizer_boxes(self.timeline)), strict=True):
-            yield self._write_slice(rank, self._compute(rank), "optimizer", (start, end))
+            yield self._make_slice(rank, self._compute(rank), "optimizer", (start, end))
 
     def collectives(self) -> Iterator[TraceEvent]:
         """All-gathers of parameters and reductions of gradients."""
         boxes = list_collective_boxes(self.timeline)
         columns = (boxes.rank, boxes.kind, boxes.stage, boxes.start, boxes.end)
         for rank, kind, stage, start, end in zip(*(column.tolist() for column in columns), strict=True):
-            yield self._write_slice(rank, self._collective(rank), f"{stage}{Kind(kind).name}", (start, end), stage=stage)
+            yield self._make_slice(rank, self._collective(rank), f"{stage}{Kind(kind).name}", (start, end), stage=stage)
 
     def copies(self) -> Iterator[TraceEvent]:
         """Copies of activations to host memory and back."""
@@ -190,7 +190,7 @@ class _TraceEvents:
             name = f"{stage}{Kind(kind).name}{boxes.name_unit(box)}"
             microbatch, part = divmod(int(boxes.microbatch[box]), boxes.slices)
             args = {"stage": stage, "microbatch": microbatch, **({"slice": part} if boxes.slices > 1 else {})}
-            yield self._write_slice(rank, self._copy(rank, kind), name, (start, end), **args)
+            yield self._make_slice(rank, self._copy(rank, kind), name, (start, end), **args)
 
     def messages(self) -> Iterator[TraceEvent]:
         """Each message on the lane of its channel, if it takes time, and its arrow."""
@@ -198,14 +198,14 @@ class _TraceEvents:
         makers, users = group[messages.maker].tolist(), group[messages.after].tolist()
         for number, transfer in enumerate(timeline.transfers()):
             lane = self._channel(int(messages.channel[number]))
-            yield self._write_flow("s", number, transfer.source, self._compute(transfer.source), self._find_inside(makers[number]))
-            message = self._write_slice(
+            yield self._make_flow("s", number, transfer.source, self._compute(transfer.source), self._find_inside(makers[number]))
+            message = self._make_slice(
                 transfer.source, lane, str(transfer.sent), (transfer.start, transfer.end), size=transfer.size, used=str(transfer.used)
             )
             if message["dur"] > 0:
                 yield message
-                yield self._write_flow("t", number, transfer.source, lane, message["ts"])
-            yield self._write_flow(
+                yield self._make_flow("t", number, transfer.source, lane, message["ts"])
+            yield self._make_flow(
                 "f", number, transfer.target, self._compute(transfer.target), self._to_ticks(float(timeline.start[users[number]]))
             )
 
@@ -214,7 +214,7 @@ class _TraceEvents:
         start, end = self._to_ticks(float(self.timeline.start[node])), self._to_ticks(float(self.timeline.end[node]))
         return max(start, end - 1 / _TICKS)
 
-    def _write_flow(self, phase: str, number: int, rank: int, lane: int, at: float) -> TraceEvent:
+    def _make_flow(self, phase: str, number: int, rank: int, lane: int, at: float) -> TraceEvent:
         event = {"ph": phase, "id": number, "pid": rank, "tid": lane, "name": "message", "cat": "message", "ts": at}
         return {**event, "bp": "e"} if phase == "f" else event
 
@@ -228,14 +228,14 @@ class _TraceEvents:
             series = {name: _remove_rounding(values, curve.peak) for name, values in curve.held.items() if values.any()}
             times = [self._to_ticks(time) for time in curve.times.tolist()]
             if not times or times[0] > 0:
-                yield _write_counter("memory", rank, 0.0, held=curve.static)
+                yield _make_counter("memory", rank, 0.0, held=curve.static)
             for place in _find_last_of_each(times):
-                yield _write_counter("memory", rank, times[place], held=total[place])
+                yield _make_counter("memory", rank, times[place], held=total[place])
                 if len(series) > 1:
-                    yield _write_counter("memory by use", rank, times[place], **{name: values[place] for name, values in series.items()})
+                    yield _make_counter("memory by use", rank, times[place], **{name: values[place] for name, values in series.items()})
 
 
-def _write_meta(what: str, rank: int, lane: int = 0, **args: Any) -> TraceEvent:
+def _make_meta(what: str, rank: int, lane: int = 0, **args: Any) -> TraceEvent:
     return {"ph": "M", "name": what, "pid": rank, "tid": lane, "args": args}
 
 
@@ -245,7 +245,7 @@ def _find_last_of_each(times: Iterable[float]) -> Iterator[int]:
     yield from (place for place, (one, other) in enumerate(pairwise(following)) if one != other)
 
 
-def _write_counter(name: str, rank: int, at: float, **values: float) -> TraceEvent:
+def _make_counter(name: str, rank: int, at: float, **values: float) -> TraceEvent:
     return {"ph": "C", "pid": rank, "name": name, "ts": at, "args": values}
 
 

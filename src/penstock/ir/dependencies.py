@@ -125,25 +125,25 @@ class Linker:
         local: list[Needs] = []
         data: list[Needs] = []
         missing: list[Missing] = []
-        self._list_stage_rules(local, missing)
-        self._copy_rules(local, missing)
-        self._list_slice_rules(local, missing)
+        self._add_stage_rules(local, missing)
+        self._add_copy_rules(local, missing)
+        self._add_slice_rules(local, missing)
         for forward in (True, False):
-            self._list_edge_rule(forward, local, data, missing)
-        messages = self._send_rules(local, missing) if self.lowered else _join(Needs)
-        retired = self._wait_rules(messages, local, missing) if self.lowered else _join(Needs)
-        self._list_reduction_rule(local, missing)
+            self._add_edge_rule(forward, local, data, missing)
+        messages = self._add_send_rules(local, missing) if self.lowered else _join(Needs)
+        retired = self._add_wait_rules(messages, local, missing) if self.lowered else _join(Needs)
+        self._add_reduction_rule(local, missing)
         return Links(_join(Needs, local), _join(Needs, data), messages, retired, _join(Missing, missing))
 
     # The rules within a stage -----------------------------------------------------------------------------------------
 
-    def _list_stage_rules(self, local: list[Needs], missing: list[Missing]) -> None:
+    def _add_stage_rules(self, local: list[Needs], missing: list[Missing]) -> None:
         for kinds, table, maker in (((Kind.B, Kind.I), self._forwards, Kind.F), ((Kind.W,), self._gradients, Kind.I)):
             after = self._find_entries(*kinds)
             stage, microbatch = self.rows.stage[after], self.rows.microbatch[after]
             self._resolve(table[self._cell(stage, microbatch)], after, codes.pack(stage, int(maker), microbatch), local, missing)
 
-    def _copy_rules(self, local: list[Needs], missing: list[Missing]) -> None:
+    def _add_copy_rules(self, local: list[Needs], missing: list[Missing]) -> None:
         """A moved activation is made, taken away and brought back, in this order, before its backward."""
         offloads, reloads = self._find_entries(Kind.OFFLOAD), self._find_entries(Kind.RELOAD)
         if not len(offloads) + len(reloads):
@@ -160,7 +160,7 @@ class Linker:
             stage, unit = self.rows.stage[after], self.rows.microbatch[after]
             self._resolve(table[self._cell(stage, unit)], after, codes.pack(stage, int(maker), unit), local, missing)
 
-    def _list_slice_rules(self, local: list[Needs], missing: list[Missing]) -> None:
+    def _add_slice_rules(self, local: list[Needs], missing: list[Missing]) -> None:
         """Forwards of a microbatch's slices ascend on a stage, backwards descend."""
         slices = self.rows.slices
         if slices == 1:
@@ -173,7 +173,7 @@ class Linker:
 
     # The rules along an edge ------------------------------------------------------------------------------------------
 
-    def _list_edge_rule(self, forward: bool, local: list[Needs], data: list[Needs], missing: list[Missing]) -> None:
+    def _add_edge_rule(self, forward: bool, local: list[Needs], data: list[Needs], missing: list[Missing]) -> None:
         """Activations forward or gradients backward along every edge that touches the consumer's stage."""
         consumers = self._find_entries(Kind.F) if forward else self._find_entries(Kind.B, Kind.I)
         makers, maker_kind = (self._forwards, Kind.F) if forward else (self._gradients, Kind.I)
@@ -203,7 +203,7 @@ class Linker:
             for kind, at, away, into in ((receive, stage, other, local), (send, other, stage, data)):
                 self._resolve(self._ends[kind][cell], after, message_code(kind, at, away, microbatch), into, missing)
 
-    def _send_rules(self, local: list[Needs], missing: list[Missing]) -> Needs:
+    def _add_send_rules(self, local: list[Needs], missing: list[Missing]) -> Needs:
         """Let sends need the actions that compute their data; returns the pairs of send and receive."""
         pairs: list[Needs] = []
         for forward, makers, maker in ((True, self._forwards, Kind.F), (False, self._gradients, Kind.I)):
@@ -224,7 +224,7 @@ class Linker:
 
     # The rules of waits -----------------------------------------------------------------------------------------------
 
-    def _wait_rules(self, messages: Needs, local: list[Needs], missing: list[Missing]) -> Needs:
+    def _add_wait_rules(self, messages: Needs, local: list[Needs], missing: list[Missing]) -> Needs:
         """A WAIT_SEND needs its send; and the pairs of a message's receive and the WAIT_SEND of its sender."""
         waits = self._find_entries(*SEND_WAITS)
         if not len(waits):
@@ -246,7 +246,7 @@ class Linker:
             send[along] = self._ends[kind][edge[along] * self.units + self.rows.microbatch[waits[along]]]
         return send
 
-    def _list_reduction_rule(self, local: list[Needs], missing: list[Missing]) -> None:
+    def _add_reduction_rule(self, local: list[Needs], missing: list[Missing]) -> None:
         """A WAIT_REDUCE_GRAD needs the REDUCE_GRAD of its stage on its own rank."""
         waits = self._find_entries(Kind.WAIT_REDUCE_GRAD)
         if not len(waits):

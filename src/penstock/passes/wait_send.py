@@ -89,7 +89,7 @@ class _Budget:
             return places
         number = {int(send): at for at, send in enumerate(self.sends.tolist())}
         message_of = {receive: number[send] for send, receive in zip(*(ends.tolist() for ends in self.program.links.messages), strict=True)}
-        needs = self._needs()
+        needs = self._find_needs()
         done, taken = np.zeros(len(rows.codes), dtype=np.bool_).tolist(), [False] * len(self.sends)
         at, ends, group_ends = rows.offsets[:-1].tolist(), rows.offsets[1:].tolist(), rows.group_ends.tolist()
         pending: list[list[int]] = [[] for _ in at]
@@ -117,17 +117,17 @@ class _Budget:
                 at[rank], moved = group_ends[entry], True
         stuck = next((rank for rank, end in enumerate(ends) if at[rank] < end), None)
         if stuck is not None:
-            raise self._explain_refusal(stuck, at[stuck], pending)
+            raise self._make_refusal(stuck, at[stuck], pending)
         return places
 
-    def _needs(self) -> dict[int, list[int]]:
+    def _find_needs(self) -> dict[int, list[int]]:
         """For each entry that uses a message, the sends that it waits for."""
         needs: dict[int, list[int]] = {}
         for before, after in zip(*(ends.tolist() for ends in self.program.links.data), strict=True):
             needs.setdefault(after, []).append(before)
         return needs
 
-    def _explain_refusal(self, rank: int, entry: int, pending: list[list[int]]) -> PassError:
+    def _make_refusal(self, rank: int, entry: int, pending: list[list[int]]) -> PassError:
         rows = self.program.rows
         full = [(r, held) for r, held in enumerate(pending) if len(held) >= self.limit]
         rank, held = full[0] if full else (rank, pending[rank])

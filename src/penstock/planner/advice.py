@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain
 
 from penstock.errors import PlanError
-from penstock.planner.candidate import Candidate, Verdict, count_verdicts
+from penstock.planner.candidate import Candidate, Verdict, summarize_verdicts
 from penstock.planner.explore import Explorer, order_by_effort
 from penstock.planner.named_schedules import list_candidates, list_searchable_problems, one_at_a_time, time_named
 from penstock.planner.problem import SLACK
@@ -52,9 +52,9 @@ def check_static_memory(request: Request) -> None:
     raise PlanError("\n".join([f"no plan fits: {reason}", *_write_remedies(_list_hardware(Explorer(request), _Trials(), counts))]))
 
 
-def explain_refusal(explorer: Explorer) -> PlanError:
+def make_refusal(explorer: Explorer) -> PlanError:
     """The error with the nearest candidates and the remedies."""
-    lines = [f"no plan fits: {count_verdicts(explorer.candidates)}, on {_describe_limits(explorer.request)}"]
+    lines = [f"no plan fits: {summarize_verdicts(explorer.candidates)}, on {_describe_limits(explorer.request)}"]
     lines += [f"  {line}" for line in _describe_nearest(explorer)]
     return PlanError("\n".join([*lines, *_write_remedies(_list_remedies(explorer))]))
 

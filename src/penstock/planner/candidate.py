@@ -215,7 +215,7 @@ def count_moves(schedule: Schedule) -> int:
     return int(schedule.rows.is_kind(Kind.OFFLOAD).sum())
 
 
-def count_verdicts(candidates: Sequence[Candidate]) -> str:
+def summarize_verdicts(candidates: Sequence[Candidate]) -> str:
     """How many candidates there are, and how many of them have which verdict: "28 candidates: 12 fit; 16 over the memory limit"."""
     counts = Counter(candidate.verdict for candidate in candidates)
     return f"{format_count(len(candidates), 'candidate')}: " + "; ".join(

@@ -286,7 +286,7 @@ class SolverModel:
             self._add_actions(cell)
         for lane in self._lanes.values():
             self.cp.add_no_overlap(lane)
-        self._needs()
+        self._add_needs()
         self._add_messages()
         self._order_alike()
         self._add_memory()
@@ -333,7 +333,7 @@ class SolverModel:
 
     # Precedence -------------------------------------------------------------------------------------------------------
 
-    def _needs(self) -> None:
+    def _add_needs(self) -> None:
         for cell, forward in self.forward.items():
             gradient = self.gradient[cell]
             self.cp.add(gradient.start >= forward.end)
@@ -578,7 +578,7 @@ def add_begins(model: SolverModel) -> list[Any]:
     prompt = {thing: model.cp.new_bool_var("") for thing in causes} if few else {}
     for thing, literal in prompt.items():
         start = model.forward[thing[1]].start if thing[0] == "forward" else model.links.leaves[model.links.forward[thing[1]]]
-        _explain(model, start, literal, causes[thing], prompt)
+        _require_cause(model, start, literal, causes[thing], prompt)
     return [_begin(model, rank, prompt) for rank in range(model.instance.problem.ranks)]
 
 
@@ -590,7 +590,7 @@ def _begin(model: SolverModel, rank: int, prompt: dict[Thing, Any]) -> Any:
     model.cp.add_min_equality(begin, [model.forward[cell].start for cell in first])
     if prompt:
         always = model.cp.new_constant(1)
-        _explain(model, begin, always, [(model.forward[cell].start, ("forward", cell)) for cell in first], prompt)
+        _require_cause(model, begin, always, [(model.forward[cell].start, ("forward", cell)) for cell in first], prompt)
     return begin
 
 
@@ -603,7 +603,7 @@ def _list_firsts(model: SolverModel, rank: int) -> list[Cell]:
     return [(lowest[m], m) for m in sorted(lowest)]
 
 
-def _explain(model: SolverModel, start: Any, literal: Any, causes: list[Cause], prompt: dict[Thing, Any]) -> None:
+def _require_cause(model: SolverModel, start: Any, literal: Any, causes: list[Cause], prompt: dict[Thing, Any]) -> None:
     """If the literal holds, the start is the time of one of the causes, and the thing behind it is prompt."""
     reasons = []
     for time, thing in causes:

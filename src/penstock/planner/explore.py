@@ -145,7 +145,7 @@ class Explorer:
 
     def note_what_was_cut_short(self) -> None:
         if self._cut_short:
-            steps = ", ".join(_count_steps(what, count) for what, count in Counter(self._cut_short).items())
+            steps = ", ".join(_format_steps(what, count) for what, count in Counter(self._cut_short).items())
             self.notes.append(f"stopped after {self.request.seconds:g} s; {steps}, so another run may find a different plan")
 
     def _count_rounds(self, share: float, cells: int) -> float:
@@ -445,9 +445,9 @@ def order_by_effort(request: Request, pair: tuple[NamedSchedule, Profile]) -> tu
     return (cells, len(named.placement.copies), not named.is_fixed) if cells > _SMALL_ORDER else (0, 0, False)
 
 
-def _count_steps(what: str, count: int) -> str:
+def _format_steps(what: str, count: int) -> str:
     """
-    >>> _count_steps("search(es) unfinished", 2), _count_steps("search(es) unfinished", 1), _count_steps("solver unfinished", 1)
+    >>> _format_steps("search(es) unfinished", 2), _format_steps("search(es) unfinished", 1), _format_steps("solver unfinished", 1)
     ('2 searches unfinished', '1 search unfinished', 'solver unfinished')
     """
     ending = "" if count == 1 else r"\1"

@@ -19,9 +19,9 @@ from penstock.ir.placement import Placement
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
-from penstock.planner.advice import check_static_memory, explain_refusal
+from penstock.planner.advice import check_static_memory, make_refusal
 from penstock.planner.bounds.lower_bound import check_bound
-from penstock.planner.candidate import Candidate, Verdict, count_verdicts
+from penstock.planner.candidate import Candidate, Verdict, summarize_verdicts
 from penstock.planner.explore import Explorer
 from penstock.planner.partition.slices import GRANULARITY
 from penstock.planner.partition.stage_costs import split_layers
@@ -207,7 +207,7 @@ class Plan:
     @property
     def tally(self) -> str:
         """How many candidates were tried, and what became of them."""
-        return count_verdicts(self.candidates)
+        return summarize_verdicts(self.candidates)
 
     def layers(self, stage: int) -> tuple[Layer, ...]:
         """The layers of a stage."""
@@ -368,7 +368,7 @@ def _build_plan(explorer: Explorer) -> Plan:
             raise PlanError(
                 f"stopped before anything was found that fits: {format_count(len(explorer.candidates), 'candidate')} were tried"
             )
-        raise explain_refusal(explorer)
+        raise make_refusal(explorer)
     winner, p95 = choose(fitting, request, explorer.is_too_late_for)
     problem, bound = winner.problem, explorer.bound_of(winner.problem)
     assert problem.profile is not None

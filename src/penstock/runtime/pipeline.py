@@ -48,7 +48,7 @@ from penstock.runtime.model.partition import Partition, apply_plan_split, check_
 from penstock.runtime.model.random_streams import add_layer_streams, preserve_random_state
 from penstock.runtime.model.running_statistics import RunningStatistics, write_statistics
 from penstock.runtime.model.stage import Stage
-from penstock.runtime.model.tied_parameters import SharedParameters, Ties, start_buffers_equal
+from penstock.runtime.model.tied_parameters import Gather, SharedParameters, Ties, start_buffers_equal
 from penstock.runtime.model.transforms import (
     Compile,
     MergedBackward,
@@ -358,9 +358,10 @@ class Pipeline:
         shares_modules = any(rank != own and modules & others for rank, (_, _, others, *_) in enumerate(everyone))
         return unsplit, shares_modules, any(measured for *_, measured in everyone)
 
-    def gather(self, name: str, value: Any) -> list[Any]:
-        """All-gather a value over the ranks of the pipeline."""
-        return self.group.gather(self.rank, name, value, self.deadline)
+    @property
+    def gather(self) -> Gather:
+        """All-gathers a value over the ranks of the pipeline: `gather(name, value)`. Those that it is handed to need not call back here."""
+        return partial(self.group.gather, self.rank, deadline=self.deadline)
 
     def gather_all(self, name: str, value: Any) -> list[Any]:
         """All-gather a value over all ranks of the mesh, or of the pipeline if there is no mesh."""

@@ -88,7 +88,7 @@ def test_no_torch_is_loaded_for_topologies() -> None:
 def test_a_grid_on_threads() -> None:
     def view() -> dict[str, Any]:
         grid = t.PipelineParallelGrid(t.PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2))
-        with pytest.raises(ScheduleError, match="process groups exist where ranks are processes"):
+        with pytest.raises(ScheduleError, match="process groups exist only if ranks are processes"):
             grid.get_data_parallel_group()
         return {
             "place": (grid.get_stage_id(), grid.get_data_parallel_id(), grid.get_slice_parallel_rank()),

@@ -167,7 +167,7 @@ def test_released_outputs(split: bool) -> None:
         if release:
             stage.release_fwd_send_outputs(0)
         assert (alive() is None) == release
-        stage.grad_recv_info[0] = stage._describe_received("recv_grad", 1, [grad])
+        stage.grad_recv_info[0] = stage._build_recv_infos("recv_grad", 1, [grad])
         stage.backward_one_chunk(0, full_backward=not split)
         if split:
             stage.backward_weight_one_chunk(0)

@@ -214,7 +214,7 @@ assert "matplotlib.pyplot" not in sys.modules
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'penstock\[plot\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install '\.\[plot\]' in a clone"):
         draw_timelines(SAMPLES["1f1b"])
 
 

@@ -99,7 +99,8 @@ def test_killed_in_a_step_and_in_a_save_and_with_fewer_ranks(tmp_path: Path, cap
     assert [each.step for each in Checkpoints(tmp_path / "run").whole()] == [9, 6]
     assert [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")] == []
 
-    rest = torchrun(tmp_path, 1, 12, "--schedule=auto")
+    main([str(tmp_path / "run"), "--steps", "12", "--every", str(EVERY), "--schedule", "auto"])  # on one rank
+    rest = printed(capsys.readouterr().out)
     assert attempts(rest) == [[10, 11, 12]]
     planned = runpy.run_path(str(EXAMPLE))["planned"]
     last, before = Checkpoints(tmp_path / "run").whole()

@@ -142,7 +142,7 @@ def compare(
         laid = lay_over(entries, overlay, scale, tolerance)
         if unit is None and any(entry.is_measured for entry in entries):
             unit = "s"
-        ranked = sorted(laid.entries, key=lambda entry: (_format_value(entry, by), _format_value(entry, By.PEAK)))
+        ranked = sorted(laid.entries, key=lambda entry: (_get_value(entry, by), _get_value(entry, By.PEAK)))
         data = {
             "by": by.value,
             "results": [_collect_data(entry, ranked[0], by) for entry in ranked],
@@ -158,16 +158,16 @@ def _read_timeline(timed: TimelineSource, unit: str | None) -> Timeline:
     """A prediction, in `unit` if it does not know its own; a measured timeline is not simulated, only converted from seconds."""
     measured = timed.get_measured()
     if measured is not None:
-        return measured if unit is None else _name_unit(measured.scaled(1 / seconds_per(unit)), unit)
+        return measured if unit is None else _replace_unit(measured.scaled(1 / seconds_per(unit)), unit)
     predicted = timed.timeline()
-    return predicted if unit is None or _knows_unit(predicted) else _name_unit(predicted, unit)
+    return predicted if unit is None or _knows_unit(predicted) else _replace_unit(predicted, unit)
 
 
 def _knows_unit(timeline: Timeline) -> bool:
     return timeline.units.time_unit in SECONDS
 
 
-def _name_unit(timeline: Timeline, unit: str) -> Timeline:
+def _replace_unit(timeline: Timeline, unit: str) -> Timeline:
     return timeline.in_units(replace(timeline.units, time_unit=unit))
 
 
@@ -182,7 +182,7 @@ def _draw(laid: Overlay, ranked: list[NamedTimeline], output: Path, options: dic
         save_picture([entry.timeline for entry in ranked], output, names=[entry.name for entry in ranked], **options)
 
 
-def _format_value(entry: NamedTimeline, by: By) -> float:
+def _get_value(entry: NamedTimeline, by: By) -> float:
     timeline = entry.timeline
     return {
         By.MAKESPAN: timeline.makespan,
@@ -195,12 +195,12 @@ def _format_value(entry: NamedTimeline, by: By) -> float:
 def _collect_data(entry: NamedTimeline, best: NamedTimeline, by: By) -> dict[str, Any]:
     from penstock.cli.commands.simulate import data
 
-    return {"source": entry.name, "relative": _format_relative(entry, best, by), "timeline": data(entry.timeline)}
+    return {"source": entry.name, "relative": _compute_ratio(entry, best, by), "timeline": data(entry.timeline)}
 
 
-def _format_relative(entry: NamedTimeline, best: NamedTimeline, by: By) -> float | None:
+def _compute_ratio(entry: NamedTimeline, best: NamedTimeline, by: By) -> float | None:
     """The ratio to the best; None if only the best is 0."""
-    value, least = _format_value(entry, by), _format_value(best, by)
+    value, least = _get_value(entry, by), _get_value(best, by)
     return value / least if least else 1.0 if not value else None
 
 
@@ -211,7 +211,7 @@ def _write_lines(ranked: list[NamedTimeline], by: By, unit: str | None) -> Itera
     rows = [("", "schedule", "ranks", "microbatches", "makespan", "bubble", "peak", "messages", f"{by} / best")]
     in_bytes = any(entry.timeline.units.in_bytes for entry in ranked)  # peaks in another unit cannot be compared with those
     for place, entry in enumerate(ranked, start=1):
-        timeline, relative = entry.timeline, _format_relative(entry, ranked[0], by)
+        timeline, relative = entry.timeline, _compute_ratio(entry, ranked[0], by)
         slices = f" x {timeline.table.slices}" if timeline.table.slices > 1 else ""
         shape = entry.name, str(timeline.ranks), f"{timeline.table.microbatches}{slices}"
         makespan = format_time(timeline.makespan, unit_of(timeline, unit))

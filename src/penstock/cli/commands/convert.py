@@ -84,11 +84,11 @@ def convert(
     _check_layout_options(from_, form, profile, kinds)
     plan = _read_layout(source, from_, profile, kinds) if from_ in LAYOUTS else None
     if form in LAYOUTS:
-        result = _write_layout(plan or _load_plan(source, form), form, kinds, source.source)
+        result = _convert_layout(plan or _load_plan(source, form), form, kinds, source.source)
     elif plan is not None and form is Format.JSON:
-        result = _write_plan(plan)
+        result = _convert_plan(plan)
     else:
-        result = _write_table(_fit(_read(source, from_) if plan is None else plan.schedule, to), form, path)
+        result = _convert_table(_fit(_read(source, from_) if plan is None else plan.schedule, to), form, path)
     if path == STDOUT:
         emit([result.text])
         if result.arguments:
@@ -170,14 +170,14 @@ def _write_text(table: Table, form: Format, path: Path) -> str:
     return csv_text(table)
 
 
-def _write_table(table: Table, form: Format, path: Path) -> Conversion:
+def _convert_table(table: Table, form: Format, path: Path) -> Conversion:
     """Write a schedule or program."""
     written = Format.LOWERED_CSV if form is Format.CSV and table.lowered else form
-    data = {"format": written.value, "type": type(table).__name__.lower(), "name": table.name, **_describe_shape(table)}
+    data = {"format": written.value, "type": type(table).__name__.lower(), "name": table.name, **_collect_shape(table)}
     return Conversion(_write_text(table, form, path), describe_table(table), data)
 
 
-def _describe_shape(table: Table) -> dict[str, int]:
+def _collect_shape(table: Table) -> dict[str, int]:
     shape = {"ranks": table.ranks, "stages": table.stages, "microbatches": table.microbatches}
     return shape | ({"slices": table.slices} if table.slices > 1 else {})
 
@@ -240,14 +240,14 @@ def _load_plan(source: ScheduleSource, form: Format) -> Plan:
     return Plan.load(source.source)
 
 
-def _write_plan(plan: Plan) -> Conversion:
+def _convert_plan(plan: Plan) -> Conversion:
     timeline = plan.predicted
     words = f"{describe_table(plan.schedule, 'plan')}; {plan.units.time(timeline.makespan)}, bubble {format_percent(timeline.bubble)}"
-    data = {"format": Format.JSON.value, "type": "plan", "name": plan.name, **_describe_shape(plan.schedule)}
+    data = {"format": Format.JSON.value, "type": "plan", "name": plan.name, **_collect_shape(plan.schedule)}
     return Conversion(to_json(plan.to_json()), words, {**data, "makespan": timeline.makespan, "bubble": timeline.bubble})
 
 
-def _write_layout(plan: Plan, form: Format, kinds: str | None, source: str) -> Conversion:
+def _convert_layout(plan: Plan, form: Format, kinds: str | None, source: str) -> Conversion:
     from penstock.integrations.layouts import write_megatron, write_torchtitan
 
     try:
@@ -255,7 +255,7 @@ def _write_layout(plan: Plan, form: Format, kinds: str | None, source: str) -> C
     except (PlacementError, ScheduleError) as error:
         raise FileFormatError(source, str(error)) from None
     words = f"{form} layout of {describe_table(plan.schedule, 'plan')}"
-    data: dict[str, Any] = {"format": form.value, "type": "layout", "name": plan.name, **_describe_shape(plan.schedule)}
+    data: dict[str, Any] = {"format": form.value, "type": "layout", "name": plan.name, **_collect_shape(plan.schedule)}
     data |= {"layout": export.text, "arguments": export.settings, "notes": list(export.notes)}
     return Conversion(f"{export.text}\n", words, data, tuple(_write_arguments(export)))
 

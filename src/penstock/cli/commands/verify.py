@@ -85,7 +85,7 @@ def verify(
         table = table if source.is_file else lowering.lower(table)
         for name in chosen:
             step(f"proving, {name}")
-            results[name] = _write_result(table, name, limits)
+            results[name] = _prove(table, name, limits)
     deliver(lambda _: _write_lines(results), lambda: _collect_data(source.source, results), as_json=as_json, output=output)
     return int(any(isinstance(result, Exception) for result in results.values()))
 
@@ -107,7 +107,7 @@ def _read_memory_limits(limit: str | None, host_limit: str | None, activation: s
     return {"costs": Costs(**sizes), **limits} if limits or sizes else {}
 
 
-def _write_result(table: Table, semantics: str, limits: dict[str, Any]) -> Proof | VerifyError:
+def _prove(table: Table, semantics: str, limits: dict[str, Any]) -> Proof | VerifyError:
     from penstock.verifier.verify import verify as prove
 
     try:

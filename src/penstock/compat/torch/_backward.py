@@ -31,7 +31,7 @@ def __getattr__(name: str) -> Any:
     return getattr(_torch_backward, name)
 
 
-def describe_failure(what: str, outputs: Any, grads: Any, inputs: Any) -> RuntimeError:
+def build_backward_error(what: str, outputs: Any, grads: Any, inputs: Any) -> RuntimeError:
     """Build the error of a failed backward, with the values it ran on."""
     return RuntimeError(
         f"Failed to run {what}:\n    Stage output: {map_debug_info(outputs)}\n"
@@ -54,7 +54,7 @@ def stage_backward(
         torch.autograd.backward([output for output, _ in pairs], grad_tensors=[grad for _, grad in pairs])
         return tuple(map(take_grad, input_values))
     except Exception as error:
-        raise describe_failure("stage backward", stage_output, output_grads, input_values) from error
+        raise build_backward_error("stage backward", stage_output, output_grads, input_values) from error
 
 
 def take_grad(value: Any) -> Tensor | None:
@@ -139,7 +139,7 @@ def stage_backward_input(
         free_graph(stage_outputs_or_loss)
         return grads, groups
     except Exception as error:
-        raise describe_failure("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error
+        raise build_backward_error("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error
 
 
 def free_graph(outputs: Sequence[Any]) -> None:

@@ -695,20 +695,21 @@ class OrderRunner:
             _wait_for_input(self.backward_receives, index, microbatch, "B" if full else "I")
             wait_for_works(self.sends.pop((True, index, microbatch), ()))  # its gradient has arrived, so the output was received
         loss = schedule._maybe_get_loss(stage, microbatch)
-        last = full and self._count_backward(index)
+        last = full and self._count_backward(index) == self.settings.microbatches
         stage.backward_one_chunk(microbatch, loss=loss, full_backward=full, last_backward=last)
         if reader is not None:
             reader.set_local_bwd_input(stage.get_local_bwd_output(microbatch), microbatch)
 
     def _backward_weight(self, stage: Any, microbatch: int) -> None:
         self._wait_for_parameters(stage)
-        stage.backward_weight_one_chunk(microbatch, last_backward=self._count_backward(stage.stage_index))
+        last = self._count_backward(stage.stage_index) == self.settings.microbatches
+        stage.backward_weight_one_chunk(microbatch, last_backward=last)
 
-    def _count_backward(self, stage: int) -> bool:
-        """Count a weight gradient of a stage; return whether it was the step's last."""
-        counter = self.inputs.schedule_ref.backward_counter
+    def _count_backward(self, stage: int) -> int:
+        """Count a weight gradient of a stage; return how many the step has had."""
+        counter: Counter[int] = self.inputs.schedule_ref.backward_counter
         counter[stage] += 1
-        return bool(counter[stage] == self.settings.microbatches)
+        return counter[stage]
 
     def _wait_for_parameters(self, stage: Any) -> None:
         if isinstance(stage.submod, FSDPModule):

@@ -33,7 +33,7 @@ from penstock.compat.torch import _backward
 from penstock.compat.torch._backward import (
     Grads,
     Group,
-    describe_failure,
+    build_backward_error,
     free_graph,
     pair_with_grads,
     stage_backward_input,
@@ -146,7 +146,7 @@ class StageBackward:
                     self.stage.find_deferrable().backward_input(deferral, ends, starts)
             return tuple(map(take_grad, inputs))
         except Exception as error:
-            raise describe_failure("stage backward", outputs, grads, inputs) from error
+            raise build_backward_error("stage backward", outputs, grads, inputs) from error
 
 
 def _start_from_loss(loss: Any) -> list[tuple[Any, Any]]:
@@ -768,7 +768,7 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Any, ...]:
         if self._messages is not None and (ACTIVATIONS, fwd_chunk_id) in self._messages.posted:
             value = self._messages.take(ACTIVATIONS, fwd_chunk_id)
-            self.args_recv_info[fwd_chunk_id] = self._describe_received("recv", self.stage_index - 1, value)
+            self.args_recv_info[fwd_chunk_id] = self._build_recv_infos("recv", self.stage_index - 1, value)
         if self._messages is None:
             return tuple(super()._retrieve_recv_activations(fwd_chunk_id))
         buffers = tuple(info.buffer for info in self.args_recv_info[fwd_chunk_id])
@@ -783,13 +783,13 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Grads:
         if self._messages is not None and (GRADIENTS, bwd_chunk_id) in self._messages.posted:
             value = self._messages.take(GRADIENTS, bwd_chunk_id)
-            self.grad_recv_info[bwd_chunk_id] = self._describe_received("recv_grad", self.stage_index + 1, value)
+            self.grad_recv_info[bwd_chunk_id] = self._build_recv_infos("recv_grad", self.stage_index + 1, value)
         grads = tuple(super()._retrieve_recv_grads(bwd_chunk_id))
         if self._messages is not None:
             self.grad_recv_info[bwd_chunk_id] = ()
         return grads
 
-    def _describe_received(self, what: str, source: int, value: Any) -> tuple[Any, ...]:
+    def _build_recv_infos(self, what: str, source: int, value: Any) -> tuple[Any, ...]:
         """Build the `_RecvInfo` of each received tensor, with the tensor as its buffer."""
         tensors, metas = value if isinstance(value, tuple) else (value, [None] * len(value))
         name, infos = f"{what}_for_{self.stage_index}_from_{source}", []
@@ -815,7 +815,7 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
         for tensor in outputs:
             if not isinstance(tensor, Tensor):
                 raise AssertionError(f"expected tensor values as outputs from prev stage, got {type(tensor)}")
-        self.args_recv_info[mb_index] = self._describe_received("recv", self.stage_index - 1, _build_message(outputs))
+        self.args_recv_info[mb_index] = self._build_recv_infos("recv", self.stage_index - 1, _build_message(outputs))
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Grads, mb_index: int) -> None:
         if self._messages is None:
@@ -826,7 +826,7 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
         if not self.has_backward or self.is_last:
             raise AssertionError("can't set bwd input if this stage doesn't have backward, or is last")
         grads = _fill_with_zeros(next_stage_bwd_outputs, self._read_outputs(mb_index))
-        self.grad_recv_info[mb_index] = self._describe_received("recv_grad", self.stage_index + 1, _build_message(grads))
+        self.grad_recv_info[mb_index] = self._build_recv_infos("recv_grad", self.stage_index + 1, _build_message(grads))
 
 
 def _fill_with_zeros(grads: Grads, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -277,7 +277,7 @@ def layers(curve: Curve) -> dict[str, Floats]:
     return {name: curve.held[name] + (curve.static if name == "parameters" else 0.0) for name in FILLS}
 
 
-def uses(timeline: Timeline) -> list[str]:
+def list_uses(timeline: Timeline) -> list[str]:
     """List the uses that occur."""
     curves = [layers(timeline.memory(rank)) for rank in range(timeline.ranks)]
     return [name for name in FILLS if any(curve[name].any() for curve in curves)]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from penstock.draw.boxes import copy_boxes, list_collective_boxes, make_widest_label
 from penstock.draw.figures.canvas import FAINT, IDLE, INK, PAPER, POINTS, SMALL, TEXT, text_width
-from penstock.draw.figures.rank_rows import FILLS, LEAST_LABEL, is_mixed, uses
+from penstock.draw.figures.rank_rows import FILLS, LEAST_LABEL, is_mixed, list_uses
 from penstock.draw.palette import HOST, OPTIMIZER, SHARDING, TONES, shade
 from penstock.draw.summary import choose_unit, unit_of
 from penstock.errors import UsageError
@@ -253,7 +253,7 @@ def _kinds(timelines: Sequence[Timeline], chunks: int) -> list[tuple[list[str], 
 
 def _memory(timelines: Sequence[Timeline], memory: str) -> list[tuple[str, str]]:
     if memory == "curves":
-        return [(FILLS[name], f"memory: {name}") for name in uses(timelines[0])]
+        return [(FILLS[name], f"memory: {name}") for name in list_uses(timelines[0])]
     if memory == "band":
         return [(FILLS["receive buffers"], "memory, fullest rank"), (FILLS["activations"], "memory, emptiest rank")]
     return []

@@ -130,7 +130,7 @@ def _refuse_holes(cells: Cells, rows: Rows, stages: int, microbatches: int) -> N
         stage, microbatch = (int(v) for v in np.argwhere(~table)[0])
         having = int(table[:, microbatch].sum())
         if what == "F" and 2 * having < stages and (rows.microbatch[rows.is_kind(*COMPUTE)] >= microbatch).any():
-            raise _find_stray(cells, rows, microbatch, having, stages)
+            raise _make_stray_error(cells, rows, microbatch, having, stages)
         holders = np.flatnonzero(rows.stage == stage)
         row = int(rows.rank[holders[0]])
         short = (
@@ -145,7 +145,7 @@ def _refuse_holes(cells: Cells, rows: Rows, stages: int, microbatches: int) -> N
         )
 
 
-def _find_stray(cells: Cells, rows: Rows, microbatch: int, having: int, stages: int) -> FileFormatError:
+def _make_stray_error(cells: Cells, rows: Rows, microbatch: int, having: int, stages: int) -> FileFormatError:
     """Blame a microbatch that most stages lack on the stages that have it, or a later one: it is too much there, not missing elsewhere."""
     first = int(np.flatnonzero(rows.is_kind(*COMPUTE) & (rows.microbatch >= microbatch))[0])
     count = f"only {having} of {stages} stages have" if having else "no stage has"

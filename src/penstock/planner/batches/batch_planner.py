@@ -24,7 +24,7 @@ from penstock.planner.batches.packing import Packing, pack
 from penstock.planner.bounds.lower_bound import Bound, check_bound, lower_bound
 from penstock.planner.named_schedules import list_named_schedules, one_at_a_time
 from penstock.planner.order_search.evaluator import Evaluator
-from penstock.planner.order_search.flat_problem import Flags, FlatProblem, flatten, read_order, set_full_backwards
+from penstock.planner.order_search.flat_problem import Flags, FlatProblem, flatten, read_order, replace_full_backwards
 from penstock.planner.order_search.permutations import PermutationState
 from penstock.planner.plan import Plan
 from penstock.planner.problem import Problem
@@ -380,7 +380,7 @@ class _BatchSearch:
             starts += self._time_all([self.find_slowest(self.problem.microbatches)], orders)
             best = self._improve(starts[-len(orders) :])
         if best is None:
-            raise self._explain_excess(starts)
+            raise self._make_excess_error(starts)
         problem = replace(self.problem, costs=best.timeline.costs)
         return BatchOrder(best.microbatches, best.lowered.schedule, best.timeline, problem, tuple(starts))
 
@@ -412,7 +412,7 @@ class _BatchSearch:
         """The most activations and stashes on each rank."""
         lowered = start.lowered
         if id(lowered) not in self.flats:
-            self.flats[id(lowered)] = set_full_backwards(self.evaluator.flat, lowered.full)
+            self.flats[id(lowered)] = replace_full_backwards(self.evaluator.flat, lowered.full)
         flat, nodes = self.flats[id(lowered)], lowered.nodes
         takes, keeps = (table.reshape(-1, flat.microbatches)[:, start.microbatches].ravel()[nodes] for table in (flat.takes, flat.keeps))
         after = np.cumsum(takes + keeps)  # over all ranks: each ends with nothing
@@ -472,7 +472,7 @@ class _BatchSearch:
             self.reserve = self.reserve + excess
         return best
 
-    def _explain_excess(self, starts: list[TimedOrder]) -> PlanError:
+    def _make_excess_error(self, starts: list[TimedOrder]) -> PlanError:
         """Of all orders, the one that is least over a limit."""
         peaks = [(max(self._find_excess_per_rank(start)), start) for start in starts]
         over, nearest_fit = min(peaks, key=lambda pair: pair[0])

@@ -107,7 +107,7 @@ class LinearProgram:
         self.steps = math.ceil(self.longest / self.step) + 1
         self.shift = self._find_shifts()
         self.takes = {kind: self.rank_terms.find_least_time(kind) for kind in self.shift}
-        self._columns = {kind: self._count_samples(kind) for kind in self.shift}
+        self._columns = {kind: self._make_samples(kind) for kind in self.shift}
         self._add_rise()
         self._follow()
         self._work()
@@ -154,7 +154,7 @@ class LinearProgram:
             places[pair.after] = places[pair.before] + pair.lag
         return {kind: place - math.floor(place / self.step + EPSILON) * self.step for kind, place in places.items()}
 
-    def _count_samples(self, kind: ActionKey) -> list[Any]:
+    def _make_samples(self, kind: ActionKey) -> list[Any]:
         early = self.rank_terms.get_early(kind)
         most = np.searchsorted(early, self._list_moments(kind) + EPSILON * self.step, side="right").tolist()
         return [self._solver.NumVar(0.0, float(count), "") for count in most]

@@ -77,7 +77,7 @@ def anneal(  # noqa: PLR0912
     clock, spare = clocks
     objective = time_order(flat, state.order, clock)
     timed = 1
-    _find_places(flat, state)
+    _fill_places(flat, state)
     num_critical = _find_critical(flat, state, clock, objective)
     if objective < best * (1 - _EVEN):
         best = objective
@@ -113,9 +113,9 @@ def anneal(  # noqa: PLR0912
         objective = moved
         if here >= 0:
             low = min(here, there)
-            _find_held(flat, state, low, max(here, there) + 1, state.held[low])
+            _fill_held(flat, state, low, max(here, there) + 1, state.held[low])
         else:
-            _find_places(flat, state)
+            _fill_places(flat, state)
         num_critical = _find_critical(flat, state, clock, objective)
         if objective < best * (1 - _EVEN):
             best = objective
@@ -151,12 +151,12 @@ def _keep(state: AnnealState) -> None:
     state.best_full[:] = state.full
 
 
-def _find_places(flat: FlatProblem, state: AnnealState) -> None:
+def _fill_places(flat: FlatProblem, state: AnnealState) -> None:
     for rank in range(flat.ranks):
-        _find_held(flat, state, flat.bounds[rank], flat.bounds[rank + 1], 0.0)
+        _fill_held(flat, state, flat.bounds[rank], flat.bounds[rank + 1], 0.0)
 
 
-def _find_held(flat: FlatProblem, state: AnnealState, first: int, last: int, holds: float) -> None:
+def _fill_held(flat: FlatProblem, state: AnnealState, first: int, last: int, holds: float) -> None:
     """Fill in the places of nodes and the memory before them, from a place on that `holds` so much."""
     for place in range(first, last):
         node = state.order[place]
@@ -299,7 +299,7 @@ def _flip(flat: FlatProblem, state: AnnealState, cell: int) -> None:
     stash = 0.0 if whole else flat.stash[cell]
     flat.duration[cells + cell] = flat.full_time[cell] if whole else flat.input_time[cell]
     flat.duration[2 * cells + cell] = 0.0 if whole else flat.weight_time[cell]
-    # As in `set_full_backwards`, for one cell.
+    # As in `replace_full_backwards`, for one cell.
     flat.keeps[cells + cell] = stash - flat.freed[cell]
     flat.keeps[2 * cells + cell] = -stash
 
@@ -409,7 +409,7 @@ def _shift(flat: FlatProblem, state: AnnealState, node: int, length: int) -> Non
 
 def _restore(flat: FlatProblem, state: AnnealState) -> None:
     state.order[:] = state.backup
-    _find_places(flat, state)
+    _fill_places(flat, state)
 
 
 # Driving the loop -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.ir.rows import Floats, Ints
 from penstock.planner.order_search.dispatch import DispatchRule, DispatchState
-from penstock.planner.order_search.flat_problem import Flags, FlatProblem, set_full_backwards
+from penstock.planner.order_search.flat_problem import Flags, FlatProblem, replace_full_backwards
 from penstock.planner.order_search.timing import MODULUS, Clock
 
 Loop = Callable[..., Any]
@@ -116,7 +116,7 @@ class Evaluator:
 
     def copy_flat(self, full: Flags) -> FlatProblem:
         """The problem with these full backwards, its arrays a copy."""
-        flat = set_full_backwards(self.flat, full)
+        flat = replace_full_backwards(self.flat, full)
         return flat._replace(**{name: self.as_column(column) for name, column in flat._asdict().items() if isinstance(column, np.ndarray)})
 
     def _find_flat(self, full: Flags) -> FlatProblem:
@@ -138,7 +138,7 @@ class Evaluator:
 
     def find_peaks(self, nodes: Ints, full: Flags) -> Floats:
         """Peak memory of each rank, beyond what it always holds."""
-        flat = set_full_backwards(self.flat, full)
+        flat = replace_full_backwards(self.flat, full)
         takes, keeps = flat.takes[nodes], flat.keeps[nodes]
         most = np.zeros(flat.ranks)
         for rank in range(flat.ranks):

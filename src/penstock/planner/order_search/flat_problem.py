@@ -142,10 +142,10 @@ def flatten(problem: Problem, reserve: Sequence[float] = ()) -> FlatProblem:
         alone=np.zeros(problem.ranks),
         work=np.zeros(problem.ranks),
     )
-    return set_full_backwards(flat, np.full(cells, not problem.split, dtype=np.int8))
+    return replace_full_backwards(flat, np.full(cells, not problem.split, dtype=np.int8))
 
 
-def set_full_backwards(flat: FlatProblem, full: Flags) -> FlatProblem:
+def replace_full_backwards(flat: FlatProblem, full: Flags) -> FlatProblem:
     """A copy with full backwards in the cells of the mask, and split ones in the others."""
     whole = full.astype(bool)
     stash = np.where(whole, 0.0, flat.stash)

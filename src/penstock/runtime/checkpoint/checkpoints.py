@@ -430,7 +430,7 @@ class Checkpoint:
     def read(cls, path: Path) -> Checkpoint:
         """Read the manifest of a checkpoint; its other files are not looked at."""
 
-        def refuse(reason: str) -> CheckpointError:
+        def make_error(reason: str) -> CheckpointError:
             return CheckpointError(f"checkpoint {path} is corrupt: its {MANIFEST} cannot be read ({reason})")
 
         try:
@@ -438,13 +438,13 @@ class Checkpoint:
         except FileNotFoundError:
             raise CheckpointError(f"checkpoint {path} is partial: it has no {MANIFEST}") from None
         except (OSError, FileFormatError) as error:
-            raise refuse(error.reason if isinstance(error, FileFormatError) else f"{type(error).__name__}: {error}") from error
-        version = check_fields(manifest, {"format": (int,)}, error=refuse)["format"]
+            raise make_error(error.reason if isinstance(error, FileFormatError) else f"{type(error).__name__}: {error}") from error
+        version = check_fields(manifest, {"format": (int,)}, error=make_error)["format"]
         if version != _FORMAT:
             raise CheckpointError(f"checkpoint {path} has format {version}, and this version reads {_FORMAT}")
-        check_fields(manifest, _FIELDS, error=refuse)
+        check_fields(manifest, _FIELDS, error=make_error)
         for name, entry in manifest["files"].items():
-            check_fields(entry, _FILE_FIELDS, error=lambda reason, name=name: refuse(f"of {name}, {reason}"), closed=True)  # type: ignore[misc]
+            check_fields(entry, _FILE_FIELDS, error=lambda reason, name=name: make_error(f"of {name}, {reason}"), closed=True)  # type: ignore[misc]
         if manifest.pop("sha256") != _digest(manifest):
             raise CheckpointError(f"checkpoint {path} is corrupt: its {MANIFEST} has changed since it was written")
         files = {name: FileDigest(**entry) for name, entry in manifest["files"].items()}

@@ -91,7 +91,7 @@ class RankEdges:
     def output_targets(self, stage: int, microbatch: int) -> list[int]:
         """The registers from which the readers of a stage's output take it; readers on one rank may share a register."""
         readers = self.program.graph.outputs_of(stage)
-        return list(dict.fromkeys(self._build_target("activations", stage, reader, microbatch) for reader in readers))
+        return list(dict.fromkeys(self._find_target("activations", stage, reader, microbatch) for reader in readers))
 
     def gradient_sources(self, stage: int, microbatch: int) -> list[Take]:
         """Where the gradients of a stage's output come from: the farthest reader first, in the order in which autograd adds them.
@@ -104,7 +104,7 @@ class RankEdges:
 
     def gradient_targets(self, stage: int, microbatch: int) -> list[int]:
         """The registers for the gradients of a stage's inputs, in the order of `input_sources`."""
-        return [self._build_target("gradients", stage, other, microbatch) for other in self._list_makers(stage)]
+        return [self._find_target("gradients", stage, other, microbatch) for other in self._list_makers(stage)]
 
     def gradient_additions(self, stage: int, microbatch: int) -> list[Operation]:
         """The last part of a backward, after it has filled its targets: add up the gradients that go to another rank as one sum."""
@@ -175,7 +175,7 @@ class RankEdges:
 
         return take_received
 
-    def _build_target(self, content: str, stage: int, other: int, microbatch: int) -> int:
+    def _find_target(self, content: str, stage: int, other: int, microbatch: int) -> int:
         if self._rank_of(other, microbatch) == self.rank:
             return self.registers.number("handed", content, stage, other, microbatch)
         if content == "activations":
@@ -314,7 +314,7 @@ class SharedMessages:
                 if rank == rank_of(reader, microbatch):
                     sharers.setdefault((source, named, microbatch), {named}).add(reader)
             if sharers and not shared.places:
-                shared._find_places(program, rank)
+                shared._fill_places(program, rank)
             for message, stages in sharers.items():
                 if forward:
                     shared.last_readers[message] = max((shared.places[True, stage, message[2]], stage) for stage in stages)[1]
@@ -322,7 +322,7 @@ class SharedMessages:
                     shared.sums[message] = sorted(stages, reverse=True)
         return shared
 
-    def _find_places(self, program: Program, rank: int) -> None:
+    def _fill_places(self, program: Program, rank: int) -> None:
         parts = (part for action in program[rank] for part in action.parts)
         for place, part in enumerate(parts):
             if part.kind in (Kind.F, Kind.B, Kind.I):

@@ -20,7 +20,7 @@ def find_private(name: str) -> Any:
             try:
                 importlib.import_module(".".join(parts[:number]))
             except ImportError as error:
-                raise _describe_absence(name) from error
+                raise _make_absence_error(name) from error
         value = getattr(value, part)
     return value
 
@@ -36,10 +36,10 @@ def check_private(value: Any, *attributes: str) -> None:
     kind = value if isinstance(value, type) else type(value)
     for attribute in attributes:
         if not hasattr(value, attribute):
-            raise _describe_absence(f"{kind.__module__}.{kind.__qualname__}.{attribute}")
+            raise _make_absence_error(f"{kind.__module__}.{kind.__qualname__}.{attribute}")
 
 
-def _describe_absence(name: str) -> TorchVersionError:
+def _make_absence_error(name: str) -> TorchVersionError:
     return TorchVersionError(
         f"penstock needs {name}, which torch {torch.__version__} does not have: install another version of torch {describe_range()}, and "
         "report this version"

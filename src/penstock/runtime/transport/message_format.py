@@ -68,7 +68,7 @@ class Leaf:
     @classmethod
     def of(cls, tensor: Tensor, offset: int) -> Leaf:
         check_tensor(tensor)
-        stride = tensor.stride() if is_dense(tensor) else _is_contiguous(tensor.shape)
+        stride = tensor.stride() if is_dense(tensor) else _compute_strides(tensor.shape)
         size = tensor.numel() * tensor.element_size()
         return cls(tensor.shape, stride, tensor.dtype, tensor.requires_grad, tensor.device.type, offset, size)
 
@@ -77,7 +77,7 @@ class Leaf:
             tensor.shape == self.shape
             and tensor.dtype is self.dtype
             and tensor.requires_grad is self.grad
-            and (tensor.stride() == self.stride or (not is_dense(tensor) and self.stride == _is_contiguous(self.shape)))
+            and (tensor.stride() == self.stride or (not is_dense(tensor) and self.stride == _compute_strides(self.shape)))
             and (tensor.is_cpu if self.device == "cpu" else tensor.device.type == self.device)
         )
 
@@ -253,7 +253,7 @@ def _align(length: int) -> int:
     return -(-(8 + length) // _ALIGN) * _ALIGN
 
 
-def _is_contiguous(shape: torch.Size) -> tuple[int, ...]:
+def _compute_strides(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 

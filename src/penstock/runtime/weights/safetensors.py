@@ -111,11 +111,11 @@ class Safetensors:
         for ident, names in owned.names().items():
             saved = [name for name in map(self.rename, names) if name in files]
             if saved:
-                self._read(tensors[ident], saved[0], files[saved[0]])
+                self._read_into(tensors[ident], saved[0], files[saved[0]])
             elif self.strict and ident not in optional:
                 raise WeightsError(f"{self.path} has no {' or '.join(dict.fromkeys(map(self.rename, names)))}")
 
-    def _read(self, tensor: Tensor, name: str, file: SafetensorsFile) -> None:
+    def _read_into(self, tensor: Tensor, name: str, file: SafetensorsFile) -> None:
         value = file.read(name)
         if value.shape != tensor.shape:
             raise WeightsError(f"{file.path} has {name} with shape {list(value.shape)}, but the model's has {list(tensor.shape)}")

@@ -175,7 +175,7 @@ def disagreements(context: Context) -> Iterator[Finding]:
     parts = []
     for own, other, swapped in ((lower, upper, False), (upper, lower, True)):
         partner = own.partner(other)
-        unlike = np.flatnonzero(_describe_message(context, own.entries) != _describe_message(context, partner))
+        unlike = np.flatnonzero(_number_messages(context, own.entries) != _number_messages(context, partner))
         one, two = (partner, own.entries) if swapped else (own.entries, partner)
         parts.append(np.stack([own.pair[unlike], own.place[unlike], one[unlike], two[unlike]]))
     wrong = np.concatenate(parts, axis=1)
@@ -186,7 +186,7 @@ def disagreements(context: Context) -> Iterator[Finding]:
         yield _report_disagreement(context, pair, place, (one, two), waiting.get(pair, -1))
 
 
-def _describe_message(context: Context, entries: Ints) -> Ints:
+def _number_messages(context: Context, entries: Ints) -> Ints:
     """The message that an entry is an end of, the same number for both ends; -1 for no entry."""
     backward = context.rows.is_kind(Kind.SEND_B, Kind.RECV_B)[entries]
     return np.where(entries < 0, -1, context.message[entries] * 2 + backward)

@@ -15,7 +15,7 @@ from penstock.verifier.finding import Finding
 def placed(context: Context) -> Iterator[Finding]:
     """Compute and messages run on the rank of their stage and microbatch, sharding and reduction on a rank that holds their stage."""
     rows = context.rows
-    of_microbatch = _has_microbatch(rows)
+    of_microbatch = _mark_microbatches(rows)
     for entry in np.flatnonzero(context.inside & of_microbatch & ~context.at_home).tolist():
         stage, microbatch, home = int(rows.stage[entry]), int(rows.microbatch[entry]), int(context.home[entry])
         which = f" for microbatch {microbatch}" if len(context.placement.copies) > 1 else ""
@@ -24,7 +24,7 @@ def placed(context: Context) -> Iterator[Finding]:
     yield from _report_stages(context)
 
 
-def _has_microbatch(rows: Rows) -> Flags:
+def _mark_microbatches(rows: Rows) -> Flags:
     return rows.is_kind(*(kind for kind in Kind if kind.has_microbatch))
 
 
@@ -32,7 +32,7 @@ def _report_stages(context: Context) -> Iterator[Finding]:
     rows, stages, placement = context.rows, context.table.stages, context.placement
     placed_cells = np.unique([rank * stages + stage for copy in placement.copies for stage, rank in enumerate(copy)])
     here = np.isin(rows.rank * stages + rows.stage, placed_cells)
-    for entry in np.flatnonzero(context.inside & ~_has_microbatch(rows) & ~here).tolist():
+    for entry in np.flatnonzero(context.inside & ~_mark_microbatches(rows) & ~here).tolist():
         stage, rank = int(rows.stage[entry]), int(rows.rank[entry])
         homes = sorted({copy[stage] for copy in placement.copies})
         message = f"{context.name(entry)} runs on rank {rank}, but stage {stage} is on rank {' and '.join(map(str, homes))}"

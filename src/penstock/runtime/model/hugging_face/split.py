@@ -307,12 +307,12 @@ def try_cuts(structure: ModelStructure, order: RunOrder, cuts: Sequence[range]) 
                 for stage in stages:
                     output = stage(output)
             except Exception as error:  # models may raise anything when a stage lacks something
-                raise _refuse(structure, f"they fail on {_LENGTH} tokens ({type(error).__name__}: {error})") from error
+                raise _make_refusal(structure, f"they fail on {_LENGTH} tokens ({type(error).__name__}: {error})") from error
         if output.shape != expected.shape or not torch.allclose(output, expected, equal_nan=True):
-            raise _refuse(structure, f"with {' and '.join(inputs)} they give another output than the whole model")
+            raise _make_refusal(structure, f"with {' and '.join(inputs)} they give another output than the whole model")
 
 
-def _refuse(structure: ModelStructure, fault: str) -> PlacementError:
+def _make_refusal(structure: ModelStructure, fault: str) -> PlacementError:
     return PlacementError(
         f"{type(structure.model).__name__} was tried in stages, and {fault}: its forward does more around its layers than "
         f"its stages do; {_WRITE_STAGES}"
