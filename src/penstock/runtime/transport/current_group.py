@@ -37,6 +37,8 @@ _current = _CurrentRank()
 _joined: dict[str, Processes] = {}
 _initialised: list[str] = []
 """The starts of the processes in which torch.distributed was initialised here."""
+_STARTED = time.time_ns()
+"""Tells this process from an earlier one with the same number."""
 _returned: list[int] = []
 """The rank whose place this process takes, if another process had it before."""
 
@@ -143,7 +145,7 @@ def initialise() -> None:
         return
     store, number, ranks = next(rendezvous("env://"))
     own = PrefixStore(f"penstock/{_name_start()}", store)
-    identity = f"{platform.node()} {os.getpid()} {time.time_ns()}"
+    identity = f"{platform.node()} {os.getpid()} {_STARTED}"
     if bytes(own.compare_set(f"process/{number}", "", identity)).decode() == identity:
         dist.init_process_group(default_backend(), store=PrefixStore("torch", own), rank=number, world_size=ranks)
     else:

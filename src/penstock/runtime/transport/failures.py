@@ -30,6 +30,10 @@ _ANSWER = 1.5
 _GIVE_UP = 5.0
 """Seconds after which a rank that does not answer counts as lost, if ranks may be lost and its process is not known to have ended."""
 _SILENT = "does not answer"
+_NO_STORE = (
+    "the others cannot go on without a lost rank, because the store that connects the ranks is gone, which under env:// is in the process "
+    "of rank 0: start again from the last checkpoint"
+)
 _PAUSE = 0.02
 _NAMED = 3
 """How many ranks a headline names."""
@@ -159,6 +163,8 @@ class FailureBoard:
     def _compose(self, failure: bytes) -> FailureReport:
         reporter, headline, cause, fatal, late, disconnected = pickle.loads(failure)
         may_be_lost = self.list_ended is not None and (late or disconnected) and not fatal
+        if may_be_lost and not self._has(f"doing/{self.rank}"):  # this rank has just written it
+            return FailureReport(f"{headline}; {_NO_STORE}", cause, True)
         self._wait_for_answers(_GIVE_UP if may_be_lost else _ANSWER)
         lines = self._list_activities()
         lost = tuple(rank for rank, line in lines.items() if line in (_SILENT, RETURNED)) if may_be_lost else None
