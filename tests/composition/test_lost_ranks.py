@@ -298,15 +298,20 @@ def test_a_lost_shard_says_what_would_serve() -> None:
     first, second = run(lose_a_shard, (), ranks=2, losses=1)
     assert second is None
     assert (
-        "lost: rank 1 (pp 0, dp 1) with its shards of stage 0. Along dp no other rank holds the same shards; with dp_replicate, others "
-        "would. Start again from the last checkpoint"
+        "lost: rank 1 (pp 0, dp 1) with its shards of stage 0. Along dp no other rank holds the same shards. Start "
+        "again from the last checkpoint"
     ) in first
 
 
 def test_pipelines_that_cannot_go_on_say_so_when_they_are_built(workers: Workers) -> None:
     def build() -> list[str]:
         said = []
-        for dims, options in (({"pp": 4}, {}), ({"pp": 2, "tp": 2}, {}), ({"pp": 2, "dp": 2}, {"schedule": "seq1f1b"})):
+        for dims, options in (
+            ({"pp": 4}, {}),
+            ({"pp": 2, "tp": 2}, {}),
+            ({"pp": 2, "dp": 2}, {"schedule": "seq1f1b"}),
+            ({"pp": 2, "dp": 2}, {"shard": True}),
+        ):
             mesh = device_mesh(**dims)
             stages = [nn.Linear(WIDTH, WIDTH) for _ in range(4 if dims["pp"] == 4 else 2)]
             chosen = {"schedule": "1f1b", "microbatches": 4} | options
@@ -324,8 +329,11 @@ def test_pipelines_that_cannot_go_on_say_so_when_they_are_built(workers: Workers
         assert "only ranks along dp or dp_replicate of a mesh hold the same stages" in said[0]
         assert "only ranks along dp" in said[1]
         assert "slices of a sequence must stay on one rank" in said[2]
-        assert said[3] == "on_loss must be 'raise' or 'take-over', got 'go on'"
+        assert "stages are sharded, and the shards of a lost rank are lost with it. Along dp no other rank holds the same shards" in said[3]
+        assert said[4] == "on_loss must be 'raise' or 'take-over', got 'go on'"
     with pytest.raises(ScheduleError, match="losses=1 is for processes that launch starts itself"):
         launch(build, 4, losses=1)
+    with pytest.raises(ScheduleError, match="losses, the number of processes that may end early, "):
+        launch(build, 4, "gloo", losses=-1)
     with pytest.raises(ScheduleError, match="at least 1 to restart them"):
         launch(build, 4, "gloo", restart=True)

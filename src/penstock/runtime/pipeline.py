@@ -243,6 +243,8 @@ class Pipeline:
         self.shared, self.statistics = self._share_state()
         self._buffers = BufferBackup()
         self._meter = StepMeter(self._callbacks, self.rank) if measures else None
+        if self.grid is not None and goes_on and self.data.has_shards:
+            ranks.refuse_shards(self.grid)
         self._allow_losses(goes_on, returns)
         if self.shared.one_object:  # ranks that share parameters take turns on a device too
             use_stream(self.gather("stream", get_current_stream())[0])
@@ -496,7 +498,7 @@ class Pipeline:
 
     def _refuse_lost_shards(self) -> None:
         """Refuse to go on if parts of parameters are lost, and say what would serve."""
-        if self.data.shard is None and not self.data.scattered:
+        if not self.data.has_shards:
             return
         assert self.grid is not None
         mesh = self.grid
@@ -982,6 +984,15 @@ class GroupOptions:
         if why is not None and self.on_loss is not None:
             raise ScheduleError(f"on_loss='take-over', but no other rank can run the microbatches of a lost one, because {why}")
         return why is None
+
+    def refuse_shards(self, mesh: PipelineMesh) -> None:
+        """Refuse sharded stages if the others are told to go on when a rank is lost, rather than only allowed to."""
+        if self.on_loss == "take-over":
+            raise ScheduleError(
+                f"on_loss='take-over', but stages are sharded, and the shards of a lost rank are lost with it. {mesh.describe_shards()} "
+                "Leave out shard= and fully_shard, so that every data rank holds its stages in full, or leave out on_loss and start again "
+                "from the last checkpoint after a loss"
+            )
 
 
 @dataclass(frozen=True)

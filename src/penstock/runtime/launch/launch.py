@@ -13,6 +13,7 @@ from penstock.runtime.device.streams import create_streams, record_event, use_st
 from penstock.runtime.launch.workers import Workers, raise_first
 from penstock.runtime.transport.current_group import is_under_torchrun, join, set_group
 from penstock.runtime.transport.threads import VirtualGroup
+from penstock.text.units import check_count
 
 _RESULTS = 30 * 24 * 3600.0
 """Seconds that a rank waits for the others' results. It is long because one rank may have little to do; a lost rank is noticed at once."""
@@ -50,10 +51,9 @@ def launch(
     backend = backend.lower()
     if sms is not None and backend != "threads":
         raise ScheduleError(f"sms={sms} splits one GPU among virtual ranks, but backend {backend!r} has none")
-    if losses < 0 or (restart and not losses):
-        raise ScheduleError(
-            f"losses={losses}, restart={restart}: give the number of processes that may end early, at least 1 to restart them"
-        )
+    check_count("losses, the number of processes that may end early,", losses, 0, error=ScheduleError)
+    if restart and not losses:
+        raise ScheduleError("restart=True, but losses=0: give the number of processes that may end early, at least 1 to restart them")
     if losses and (backend != "gloo" or is_under_torchrun()):
         raise ScheduleError(
             f"losses={losses} is for processes that launch starts itself, with backend='gloo'; under other launchers, give the pipeline "

@@ -73,6 +73,11 @@ class DataParallel:
         self.replicated = ReplicatedTensors(modules, {index: self._list_managed(index) for index in stages})
         self.start()
 
+    @property
+    def has_shards(self) -> bool:
+        """Whether any rank holds parts of parameters that others do not hold."""
+        return self.shard is not None or self.scattered
+
     def start(self) -> None:
         """Begin together with all ranks: give parameters and buffers the values of the first data rank that has not just come back."""
         mesh, parameters = self.mesh, [parameter for stage in self.stages.values() for parameter in stage.module.parameters()]

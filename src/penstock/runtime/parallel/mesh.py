@@ -109,7 +109,7 @@ class PipelineMesh:
                 "The ranks along dp_replicate hold the same shards, but torch's process groups that gather them cannot go on without a "
                 "rank."
             )
-        return f"Along {' and '.join(self.data_dims)} no other rank holds the same shards; with dp_replicate, others would."
+        return f"Along {' and '.join(self.data_dims)} no other rank holds the same shards."
 
     def find_survivors(self) -> Survivors:
         """Return the places of the ranks that are left."""
