@@ -29,6 +29,7 @@ SECTIONS = {
     "conformance": "gpu_numbers",
     "memory": "gpu_memory",
     "partitions": "gpu_partitions",
+    "uneven": "gpu_uneven",
 }
 """Each section and the file that it is in; those first that the host's state tells on."""
 

@@ -38,10 +38,10 @@ def partitions(device: Any, small: bool) -> dict[str, Any]:
     alone, together = (_product_seconds(lanes[:count], small) for count in (1, RANKS)) if there else (0.0, 0.0)
     x = torch.randn(ROWS * count, tokens // ROWS, width, device=device, dtype=torch.bfloat16)
     model = blocks(layers, width, device)
-    found = _profile(model, x[:ROWS], lanes, small)
+    found = profile_part(model, x[:ROWS], lanes, small)
     rows = []
     for name, schedule, sizes in _schedules(found, layers, count, small):
-        rows.append(_row(name, schedule, sizes, found, _measured(schedule, model, sizes, x, sms)))
+        rows.append(_row(name, schedule, sizes, found, measure_step(schedule, model, x, RANKS, sms, split=sizes)))
     layer = found.layers[layers // 2]
     what = (
         f"{RANKS} virtual ranks, each on {SMS} multiprocessors that no other has, {layers} bf16 blocks of {width}, {count} "
@@ -53,8 +53,8 @@ def partitions(device: Any, small: bool) -> dict[str, Any]:
     return {"what": what, "rows": rows}
 
 
-def _profile(model: nn.Sequential, sample: Tensor, lanes: Sequence[Any], small: bool) -> ps.Profile:
-    """Of the blocks in one part, while every other part runs such a block."""
+def profile_part(model: nn.Sequential, sample: Tensor, lanes: Sequence[Any], small: bool) -> ps.Profile:
+    """Of the blocks in the first part, while every other part runs such a block."""
     options: dict[str, Any] = {"loss_fn": mean_loss, "target": sample, "optimizer": None, "warmup": 1, "repeats": 1 if small else 5}
     measured = profile_beside_others(list(model), sample, lanes, model[0], sample, small, **options)
     return replace(measured, layers=[replace(layer, workspace=0.0) for layer in measured.layers])  # the allocator counts all parts'
@@ -143,11 +143,11 @@ def _each(measured: Timeline, layers: int) -> str:
     return ", ".join(f"{kind.upper()} {sum(costs.per_stage(kind, stages)) / layers * 1e3:.2f}" for kind in kinds)
 
 
-def _measured(schedule: ps.Schedule, model: nn.Sequential, sizes: list[int], x: Tensor, sms: int | None) -> Timeline:
+def measure_step(plan: Any, model: nn.Sequential, x: Tensor, ranks: int, sms: Any, **options: Any) -> Timeline:
     """The step in the middle of several."""
 
     def train() -> list[Timeline]:
-        pipe = Pipeline(copy.deepcopy(model), schedule, split=sizes, loss_fn=mean_loss, record=True)
+        pipe = Pipeline(copy.deepcopy(model), plan, loss_fn=mean_loss, record=True, **options)
         found = []
         for _ in range(4):
             made = pipe.step(x, target=x).timeline
@@ -157,6 +157,6 @@ def _measured(schedule: ps.Schedule, model: nn.Sequential, sizes: list[int], x: 
                 parameter.grad = None
         return found[1:]
 
-    timelines = launch(train, RANKS, sms=sms)[0]
+    timelines = launch(train, ranks, sms=sms)[0]
     middle = statistics.median_low(each.makespan for each in timelines)
     return next(each for each in timelines if each.makespan == middle)

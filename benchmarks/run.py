@@ -35,6 +35,7 @@ SUITES = (
     "simulation",
     "planner",
     "batch_orders",
+    "uneven",
     "losses",
     "overhead",
     "split_backward",

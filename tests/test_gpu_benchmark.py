@@ -29,13 +29,13 @@ def test_every_section_writes_its_rows(tmp_path: Path) -> None:
     done = run(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert list(found["sections"]) == ["overhead", "graphs", "split", "overlap", "conformance", "memory", "partitions"]
+    assert list(found["sections"]) == ["overhead", "graphs", "split", "overlap", "conformance", "memory", "partitions", "uneven"]
     assert all(section["rows"] and "error" not in section for section in found["sections"].values())
     assert all(row["good"] == "yes" for row in found["sections"]["conformance"]["rows"])
     same = [row["same to the last bit"] for name in ("overlap", "graphs") for row in found["sections"][name]["rows"]]
     assert set(same) == {"yes"}
     text = (tmp_path / "gpu.md").read_text()
-    assert text.count("\n## ") == 7
+    assert text.count("\n## ") == 8
     assert found["about"]["size"].startswith("tiny")
 
 

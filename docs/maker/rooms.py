@@ -79,7 +79,7 @@ ROOMS = (
     Room("schedules", "one algorithm per file", 526, 563, 454, 68),
     Room("verifier", "one rule per invariant", 60, 643, 454, 68, inside=(("rules",),)),
     Room("simulator", "when everything runs, and why ranks wait", 526, 643, 454, 68, inside=(("event_loops", "comparison"),)),
-    Room("ir", "the language: actions, placements, dependencies, costs", 60, 723, 920, 68, inside=(("formats",),)),
+    Room("ir", "the language: actions, placements, dependencies, costs", 60, 723, 920, 68, inside=(("cluster", "formats"),)),
     Room("text", "numbers, units, tables", 60, 803, 454, 36),
     Room("errors.py", "the error tree", 526, 803, 454, 36),
 )

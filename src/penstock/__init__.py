@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from penstock.errors import ScheduleError as ScheduleError
     from penstock.errors import VerifyError as VerifyError
     from penstock.ir.action import Action as Action
+    from penstock.ir.cluster import Cluster as Cluster
+    from penstock.ir.cluster import Device as Device
     from penstock.ir.codes import B as B
     from penstock.ir.codes import F as F
     from penstock.ir.codes import I as I
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "errors": "LoweringError PenstockError PlanError ScheduleError VerifyError",
     "ir.action": "Action",
+    "ir.cluster": "Cluster Device",
     "ir.codes": "F B I W overlap",
     "ir.costs": "Costs",
     "ir.formats.files": "load",

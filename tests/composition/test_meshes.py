@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -240,3 +241,23 @@ def test_programs_without_the_actions_are_refused(workers: Workers) -> None:
     for texts in workers.run(build):
         assert "the program has no UNSHARD: lower it with fsdp=True" in texts[0]
         assert "there are 2 data ranks, but the program has no REDUCE_GRAD" in texts[1]
+
+
+@KINDS
+def test_devices_of_a_plan_are_those_along_the_pipeline(workers: Workers, shard: bool) -> None:
+    """The second device of each data rank's pipeline holds the first stage."""
+    cluster = ps.Cluster([ps.Device(speed=1.0), ps.Device(speed=2.0)])
+    profile = ps.Profile([ps.Layer(f=1, i=1, w=1)] * 3)
+    plan = ps.plan(profile, cluster=cluster, microbatches=4, schedules=["zb-h1"], seconds=0)
+    plan = replace(plan, devices=(1, 0), partition=(2, 1), bounds={"none": 0.0}, overall_bound=0.0)
+    model, (x, y) = perceptrons(3), batch(13)
+
+    def train() -> tuple[Outcome, int, list[int]]:
+        mesh = mesh_of(pp=2, dp=2)
+        pipe = Pipeline(copy.deepcopy(model), plan, loss_fn=functional.mse_loss, mesh=mesh, shard=shard)
+        mine, target = split_over(mesh, x, y, SIZES)
+        return Outcome.of(pipe, pipe.step(mine, target=target)), mesh["pp"].get_local_rank(), sorted(pipe.stages)
+
+    found = workers.run(train)
+    assert [(place, stages) for _, place, stages in found] == [(0, [1]), (0, [1]), (1, [0]), (1, [0])]
+    check([outcome for outcome, *_ in found], by_batch(model, x, y))

@@ -20,7 +20,9 @@ from penstock.ir.costs import CONTENTION, Costs, parse_size
 amounts = st.floats(0, 1e12)
 PER_ACTION = ("f", "i", "w", "b", "activation", "weight_stash", "kept", "kept_gradients", "output")
 PER_STAGE = ("parameters", "shard", "unshard", "reduce", "optimizer")
-ONE_NUMBER = ("latency", "overlap", "bandwidth", "host_latency", "host_bandwidth")
+ONE_NUMBER = ("overlap", "host_latency", "host_bandwidth")
+LINKS = ("latency", "bandwidth")
+rates = st.one_of(st.none(), st.floats(1e-9, 1e12))
 an_action = st.one_of(amounts, st.lists(st.one_of(amounts, st.lists(amounts, max_size=4)), max_size=4))
 any_costs = st.fixed_dictionaries(
     {},
@@ -28,14 +30,24 @@ any_costs = st.fixed_dictionaries(
         **dict.fromkeys(PER_ACTION, an_action),
         **{name: st.one_of(amounts, st.lists(amounts, max_size=4)) for name in PER_STAGE},
         **{name: st.floats(1e-9, 1e12) for name in ONE_NUMBER},
-        "contention": st.sampled_from(CONTENTION),
+        "latency": st.one_of(amounts, st.lists(st.lists(amounts, min_size=3, max_size=3), min_size=3, max_size=3)),
+        "bandwidth": st.one_of(rates, st.lists(st.lists(rates, min_size=3, max_size=3), min_size=3, max_size=3)),
+        "contention": st.sampled_from(CONTENTION[:-1]),
         "host_link_shared": st.integers(1, 8),
     },
 ).map(lambda given: Costs(**given))
 
 
 def test_every_field_is_of_one_form() -> None:
-    assert {field.name for field in fields(Costs)} == {*PER_ACTION, *PER_STAGE, *ONE_NUMBER, "contention", "host_link_shared"}
+    assert {field.name for field in fields(Costs)} == {
+        *PER_ACTION,
+        *PER_STAGE,
+        *ONE_NUMBER,
+        *LINKS,
+        "lanes",
+        "contention",
+        "host_link_shared",
+    }
 
 
 @given(amounts, st.integers(1, 9))
@@ -65,12 +77,12 @@ def test_a_stage_that_a_rank_runs_for_several_copies_counts_once() -> None:
 WRONG = [-1, -0.5, math.nan, math.inf, -math.inf, "1", True, {}, b"1", np.float64("nan"), np.bool_(True)]
 
 
-@pytest.mark.parametrize("name", [*PER_ACTION, *PER_STAGE, *ONE_NUMBER])
+@pytest.mark.parametrize("name", [*PER_ACTION, *PER_STAGE, *ONE_NUMBER, *LINKS])
 @pytest.mark.parametrize("value", WRONG, ids=repr)
 def test_a_wrong_value_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(CostsError, match=rf"^{name}(\[0\])? "):
         Costs(**{name: value})  # type: ignore[arg-type]
-    if name not in ONE_NUMBER:
+    if name not in ONE_NUMBER + LINKS:
         with pytest.raises(CostsError, match=rf"^{name}\[1\](\[0\])? "):
             Costs(**{name: [1.0, value]})  # type: ignore[arg-type]
     if name in PER_ACTION:
@@ -88,8 +100,8 @@ def test_a_sequence_too_deep_is_refused_by_name(name: str, value: list[Any]) -> 
 
 
 @pytest.mark.parametrize("value", ["ring", "", None, 1, "Pair"])
-def test_contention_is_one_of_four(value: object) -> None:
-    with pytest.raises(CostsError, match="contention must be one of independent, pair, duplex, rank, got"):
+def test_contention_is_one_of_five(value: object) -> None:
+    with pytest.raises(CostsError, match="contention must be one of independent, pair, duplex, rank, links, got"):
         Costs(contention=value)  # type: ignore[arg-type]
 
 
@@ -112,19 +124,19 @@ def test_the_table_of_a_field(data: st.DataObject, stages: int, microbatches: in
     assert costs.table("b", stages, microbatches).tolist() == [[value + 2 for value in row] for row in wanted]
     given_b = Costs(b=rows)  # type: ignore[arg-type]
     assert given_b.table("b", stages, microbatches).tolist() == wanted
-    costs.check(stages, microbatches)
+    costs.check(stages, microbatches, 1)
 
 
 def test_lengths_are_checked_by_name() -> None:
     for name in PER_ACTION + PER_STAGE:
-        Costs(**{name: [1.0, 2.0]}).check(2, 3)  # type: ignore[arg-type]
+        Costs(**{name: [1.0, 2.0]}).check(2, 3, 1)  # type: ignore[arg-type]
         with pytest.raises(CostsError, match=rf"^{name} has 2 values for 3 stages"):
-            Costs(**{name: [1.0, 2.0]}).check(3, 3)  # type: ignore[arg-type]
+            Costs(**{name: [1.0, 2.0]}).check(3, 3, 1)  # type: ignore[arg-type]
     for name in PER_ACTION:
         costs = Costs(**{name: [1.0, [1.0, 2.0]]})  # type: ignore[arg-type]
-        costs.check(2, 2)
+        costs.check(2, 2, 1)
         with pytest.raises(CostsError, match=rf"^{name}\[1\] has 2 values for 3 microbatches"):
-            costs.check(2, 3)
+            costs.check(2, 3, 1)
         with pytest.raises(CostsError, match=rf"^{name}\[1\] has 2 values, one per microbatch, but microbatch 2"):
             costs.of_stage(name, 1, 2)
 
@@ -140,10 +152,10 @@ def test_arrays_of_numpy_are_sequences() -> None:
     assert costs == Costs(f=(1.0, 2.0), i=((0.0, 1.0, 2.0), (3.0, 4.0, 5.0)), b=4.0, parameters=(1.0, 1.0))
     assert Costs.from_json(costs.to_json()) == costs
     for field in fields(Costs):
-        if field.name != "contention":
+        if field.name not in {"contention", "lanes"}:
             assert getattr(Costs(**{field.name: np.float64(2)}), field.name) == 2.0
-    with pytest.raises(CostsError, match=r"latency is one number"):
-        Costs(latency=np.ones(2))  # type: ignore[arg-type]
+    with pytest.raises(CostsError, match=r"host_latency is one number"):
+        Costs(host_latency=np.ones(2))  # type: ignore[arg-type]
     with pytest.raises(CostsError, match=r"f\[1\] must be a finite number of at least 0, got -1"):
         Costs(f=np.array([1, -1]))  # type: ignore[arg-type]
 
@@ -293,3 +305,72 @@ def test_as_many_values_as_slices_are_needed():
     schedule = ps.schedule("seq1f1b", ranks=1, microbatches=2, slices=2)
     with pytest.raises(CostsError, match=r"f\[0\] has 2 values for 4 microbatches, or slices of them"):
         ps.simulate(schedule, Costs(f=[[1, 3]]))
+
+
+# Links between pairs of ranks -----------------------------------------------------------------------------------------
+
+LANES = [[(0, 0), (4, 4), (2, 7)], [(4, 4), (0, 0), (2, 7)], [(7, 2), (7, 2), (0, 0)]]
+
+
+def test_a_table_of_links_gives_the_time_of_each_pair() -> None:
+    costs = Costs(latency=[[9, 1, 2], [3, 9, 4], [5, 6, 9]], bandwidth=[[None, 2, None], [4, None, 8], [1, 0.5, None]])  # type: ignore[arg-type]
+    for source in range(3):
+        for target in {0, 1, 2} - {source}:
+            rate = costs.bandwidth[source][target]  # type: ignore[index]
+            wanted = costs.latency[source][target] + (0.0 if rate is None else 4.0 / rate)  # type: ignore[index]
+            assert costs.travel(4.0, source, target) == wanted
+    assert costs.latency[0][0] == 0.0  # type: ignore[index]
+    sizes, source, target = np.array([1.0, 2.0]), np.array([0, 2]), np.array([1, 1])
+    assert costs.travel(sizes, source, target).tolist() == [1.5, 10.0]
+    assert Costs(latency=2, bandwidth=4).travel(sizes, source, target).tolist() == [2.25, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"latency": [[0, 1], [1]]}, r"latency has 2 rows, but row 1 has 1 values"),
+        ({"latency": [0, 1]}, r"latency must be a table with one row per sending rank"),
+        ({"latency": []}, r"latency must be a table"),
+        ({"latency": [[0, -1], [1, 0]]}, r"latency\[0\]\[1\] must be a finite number of at least 0, got -1"),
+        ({"bandwidth": [[None, 1], [0, None]]}, r"bandwidth\[1\]\[0\] must be more than 0, or None"),
+        ({"bandwidth": [[None, "1"], [1, None]]}, r"bandwidth\[0\]\[1\] must be a number"),
+        ({"lanes": LANES}, r"contention='independent' with lanes: 'links' and lanes= go together"),
+        ({"contention": "links"}, r"contention='links' with no lanes"),
+        ({"contention": "links", "lanes": [[0, 1], [1, 0]]}, r"lanes\[0\]\[1\] must be an out lane and an in lane"),
+        ({"contention": "links", "lanes": [[[0, 0], [0, -1]], [[0, 0], [0, 0]]]}, r"lanes\[0\]\[1\] must be an out lane"),
+    ],
+)
+def test_a_wrong_table_of_links_is_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(CostsError, match=reason):
+        Costs(**fields)
+
+
+def test_a_table_for_other_ranks_is_refused() -> None:
+    costs = Costs(latency=[[0, 1], [1, 0]])  # type: ignore[arg-type]
+    costs.check(4, 2, 2)
+    with pytest.raises(CostsError, match="latency is a table for 2 ranks, but there are 3"):
+        ps.simulate(ps.schedule("1f1b", ranks=3, microbatches=3), costs)
+    with pytest.raises(CostsError, match="latency is a table for 2 ranks, but there are 3"):
+        ps.verify(ps.schedule("1f1b", ranks=3, microbatches=3), costs=costs)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".toml"])
+def test_links_go_through_files(suffix: str, tmp_path: Path) -> None:
+    costs = Costs(
+        latency=[[0, 1], [2, 0]], bandwidth=[[None, None], [3, 1]], contention="links", lanes=[[(0, 0), (5, 3)], [(3, 5), (0, 0)]]
+    )  # type: ignore[arg-type]
+    costs.save(tmp_path / f"costs{suffix}")
+    loaded = Costs.load(tmp_path / f"costs{suffix}")
+    assert loaded == costs
+    assert hash(loaded) == hash(costs)
+    assert loaded.lanes == (((0, 0), (0, 1)), ((1, 0), (0, 0)))
+
+
+def test_links_stay_when_microbatches_change_places_and_change_with_the_unit() -> None:
+    costs = Costs(f=[[1, 2], [3, 4]], latency=[[0, 1], [2, 0]], bandwidth=[[None, 8], [None, None]])  # type: ignore[arg-type]
+    assert costs.permuted([1, 0]) == replace(costs, f=((2.0, 1.0), (4.0, 3.0)))
+    assert costs.differing == ["f"]
+    in_halves = costs.scaled(2)
+    assert in_halves.latency == ((0, 2), (4, 0))
+    assert in_halves.bandwidth == ((None, 4), (None, None))
+    assert in_halves.travel(8.0, 0, 1) == 2 * costs.travel(8.0, 0, 1)

@@ -100,8 +100,11 @@ class EveryOrder:
 
     def travel(self, job: Job) -> float:
         """Of the message that the action waits for."""
-        bandwidth = self.problem.costs.bandwidth
-        return self.problem.costs.latency + (0.0 if bandwidth is None else self.received(job) / bandwidth)
+        costs, source = self.problem.costs, self.ranks[job.stage - 1 if job.kind == "F" else job.stage + 1]
+        latency, bandwidth = (
+            value[source][self.ranks[job.stage]] if isinstance(value, tuple) else value for value in (costs.latency, costs.bandwidth)
+        )
+        return latency + (0.0 if bandwidth is None else self.received(job) / bandwidth)
 
     def needs(self, job: Job) -> list[Job]:
         if job.kind == "W":

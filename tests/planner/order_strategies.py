@@ -38,13 +38,17 @@ def order_problems(draw: st.DrawFn, *, split: bool | None = None, sliced: bool =
 
     fields: dict[str, Any] = {name: row(amounts) for name in ("f", "i", "w", "activation")}
     fields["weight_stash"] = [draw(st.integers(0, 10)) / 10 * size for size in fields["activation"]]
-    fields |= {"latency": draw(st.sampled_from((0.0, 1.0, 30.0))), "parameters": row(amounts)}
+    latencies, ranks = st.sampled_from((0.0, 1.0, 30.0)), placement.ranks
+    by_pair = st.lists(st.lists(latencies, min_size=ranks, max_size=ranks), min_size=ranks, max_size=ranks)
+    fields |= {"latency": draw(st.one_of(latencies, by_pair)), "parameters": row(amounts)}
     if draw(st.booleans()):
         fields |= {"reduce": row(amounts), "optimizer": row(amounts)}
     if draw(st.booleans()):
         fields["b"] = [(i + w) * draw(st.sampled_from((0.7, 1.0))) for i, w in zip(fields["i"], fields["w"], strict=True)]
     if draw(st.booleans()):
-        fields["contention"] = draw(st.sampled_from(("independent", "pair")))
+        fields["contention"] = draw(st.sampled_from(("independent", "pair", "links")))
+        if fields["contention"] == "links":  # one lane for both kinds of messages of each pair, and one more
+            fields["lanes"] = [[(1 + one * ranks + other, 1 + one * ranks + other) for other in range(ranks)] for one in range(ranks)]
     alone = list(fields["activation"])
     if slices > 1:
         fields |= {name: row(amounts) for name in ("kept", "kept_gradients")}

@@ -65,7 +65,10 @@ def costs(draw: st.DrawFn, shape: Shape, *, output: bool = False) -> Costs:
         return draw(st.one_of(amounts, a_stage, a_stage, st.lists(row, min_size=stages, max_size=stages)))
 
     fields: dict[str, Any] = {name: of(some_eighths) for name in ("f", "i", "w")}
-    fields["latency"] = draw(eighths)
+    ranks = shape.placement.ranks
+    fields["latency"] = draw(
+        st.one_of(eighths, st.lists(st.lists(eighths, min_size=ranks, max_size=ranks), min_size=ranks, max_size=ranks))
+    )
     if shape.full:
         fields |= {"b": of(some_eighths), "activation": of(some_eighths), "weight_stash": of(eighths)}
     else:

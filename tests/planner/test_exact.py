@@ -84,12 +84,16 @@ def test_the_bound_holds_with_receive_buffers(problem: Problem) -> None:
         assert best == math.inf
 
 
+ONE_LANE = (((0, 0), (0, 1)), ((2, 0), (0, 0)))
+"""Both directions share a lane, and have one of their own."""
+
+
 @needs_solver
 @pytest.mark.slow
-@pytest.mark.parametrize("contention", ["pair", "rank"])
+@pytest.mark.parametrize("contention", ["pair", "rank", "links"])
 @pytest.mark.parametrize("barrier", [True, False])
 def test_the_bound_holds_with_shared_links(contention: str, barrier: bool) -> None:
-    costs = Costs(f=0.5, i=0.75, w=0.25, latency=1.25, contention=contention)
+    costs = Costs(f=0.5, i=0.75, w=0.25, latency=1.25, contention=contention, lanes=ONE_LANE if contention == "links" else None)
     problem = Problem(Placement.linear(2), 2, costs, barrier=barrier)
     solved = solve(problem, seconds=5, workers=1)
     check_claims(problem, solved)

@@ -128,7 +128,7 @@ def copied(draw: st.DrawFn) -> tuple[Table, Costs]:
     contention, shared = draw(contentions), draw(st.integers(1, 3))
     amounts = eighths if contention == "independent" and shared == 1 else some_eighths
     host = {"host_latency": draw(amounts), "host_bandwidth": draw(st.sampled_from((None, 0.5, 2.0))), "host_link_shared": shared}
-    return table, replace(draw(costs(table.stages, table.units, amounts, contention)), **host)
+    return table, replace(draw(costs(table, amounts, contention)), **host)
 
 
 schedules_of_any_kind = st.one_of(zoo(), orders())
@@ -162,24 +162,33 @@ some_eighths = st.integers(1, 16).map(lambda number: number / 8)
 
 
 @st.composite
-def costs(
-    draw: st.DrawFn, stages: int, microbatches: int, amounts: st.SearchStrategy[float] = eighths, contention: str = "independent"
-) -> Costs:
+def costs(draw: st.DrawFn, table: Table, amounts: st.SearchStrategy[float] = eighths, contention: str = "independent") -> Costs:
     """Every field in every form that it takes."""
+    stages, microbatches = table.stages, table.units
     a_stage = st.one_of(amounts, st.lists(amounts, min_size=stages, max_size=stages))
     a_row = st.lists(amounts, min_size=microbatches, max_size=microbatches)
     an_action = st.one_of(a_stage, st.lists(st.one_of(amounts, a_row), min_size=stages, max_size=stages))
     fields: dict[str, Any] = {name: draw(an_action) for name in PER_ACTION}
     fields |= {name: draw(a_stage) for name in PER_STAGE}
     fields["b"] = draw(st.one_of(st.none(), an_action))
-    fields["latency"] = draw(amounts)
-    fields["bandwidth"] = draw(st.sampled_from((None, 0.5, 1.0, 2.0)))
+    fields["latency"] = draw(st.one_of(amounts, _links(table.ranks, amounts)))
+    rates = st.sampled_from((None, 0.5, 1.0, 2.0))
+    fields["bandwidth"] = draw(st.one_of(rates, _links(table.ranks, rates)))
+    if contention == "links":
+        lane = st.integers(0, table.ranks)
+        fields["lanes"] = draw(_links(table.ranks, st.tuples(lane, lane)))
     fields["overlap"] = draw(st.sampled_from((0.5, 0.75, 1.0)))
     return Costs(**fields, contention=contention)
 
 
-def real_costs(stages: int, microbatches: int, random: Random, contention: str) -> Costs:
+def _links(ranks: int, values: st.SearchStrategy[Any]) -> st.SearchStrategy[list[list[Any]]]:
+    """A table with one value per pair of ranks."""
+    return st.lists(st.lists(values, min_size=ranks, max_size=ranks), min_size=ranks, max_size=ranks)
+
+
+def real_costs(table: Table, random: Random, contention: str) -> Costs:
     """Another real number for everything, so that nothing falls together by chance."""
+    stages, microbatches, ranks = table.stages, table.units, table.ranks
 
     def an_action() -> list[list[float]]:
         return [[random.uniform(0.1, 3) for _ in range(microbatches)] for _ in range(stages)]
@@ -187,6 +196,11 @@ def real_costs(stages: int, microbatches: int, random: Random, contention: str) 
     fields: dict[str, Any] = {name: an_action() for name in PER_ACTION}
     fields |= {name: [random.uniform(0, 2) for _ in range(stages)] for name in PER_STAGE}
     fields["latency"], fields["bandwidth"] = random.uniform(0.01, 2), random.uniform(0.2, 3)
+    if random.random() < 0.5:
+        fields["latency"] = [[random.uniform(0.01, 2) for _ in range(ranks)] for _ in range(ranks)]
+        fields["bandwidth"] = [[random.choice((None, random.uniform(0.2, 3))) for _ in range(ranks)] for _ in range(ranks)]
+    if contention == "links":
+        fields["lanes"] = [[(random.randint(0, ranks), random.randint(0, ranks)) for _ in range(ranks)] for _ in range(ranks)]
     return Costs(**fields, b=an_action(), overlap=random.uniform(0.4, 1.2), contention=contention)
 
 
@@ -198,4 +212,4 @@ def timed(draw: st.DrawFn, of: st.SearchStrategy[Table] = tables) -> tuple[Table
     """A table and costs for it: zeros only if each message has a link of its own, because on shared links they leave the order open."""
     table, contention = draw(of), draw(contentions)
     amounts = eighths if contention == "independent" else some_eighths
-    return table, draw(costs(table.stages, table.units, amounts, contention))
+    return table, draw(costs(table, amounts, contention))

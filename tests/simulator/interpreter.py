@@ -454,10 +454,15 @@ class _Run:
     def _leave(self, message: Message, links: set[object]) -> None:
         self.waiting.remove(message)
         self.busy_links |= links
-        carried = 0.0 if self.costs.bandwidth is None else message.size / self.costs.bandwidth
-        message.left, message.arrived = self.now, self.now + (self.costs.latency + carried)
+        latency, bandwidth = (self._of_pair(value, message) for value in (self.costs.latency, self.costs.bandwidth))
+        carried = 0.0 if bandwidth is None else message.size / bandwidth
+        message.left, message.arrived = self.now, self.now + (latency + carried)
         self.out.messages.append(message)
         self._at(message.arrived, -1, lambda: self._arrive(message, links))
+
+    def _of_pair(self, value: Any, message: Message) -> Any:
+        """The value of the link of a message: one for all, or from a table."""
+        return value[message.source][message.target] if isinstance(value, tuple) else value
 
     def _arrive(self, message: Message, links: set[object]) -> None:
         self.busy_links -= links
@@ -481,6 +486,8 @@ class _Run:
                 return {(message.source, message.target)}
             case "duplex":
                 return {("out of", message.source), ("into", message.target)}
+            case "links":
+                return set(self._of_pair(self.costs.lanes, message))
             case _:
                 return {message.source, message.target}
 

@@ -50,6 +50,7 @@ def lanes(timeline: Timeline) -> dict[object, list[Interval]]:
             "pair": [(t.source, t.target)],
             "duplex": [(t.source, "out"), (t.target, "in")],
             "rank": [t.source, t.target],
+            "links": [] if timeline.costs.lanes is None else [*set(timeline.costs.lanes[t.source][t.target])],
         }
         for link in links[timeline.costs.contention]:
             found["link", link].append((t.start, t.end))

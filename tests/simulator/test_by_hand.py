@@ -90,6 +90,24 @@ def test_the_two_ways_of_a_pair_share_its_link_in_the_order_of_sending(both: str
     timed(table, Costs(latency=1, overlap=0.5, contention=contention), first, [2, 7.5 + d, 8.5 + d, 17.5 + d])
 
 
+def test_each_pair_of_ranks_has_its_own_latency_and_bandwidth() -> None:
+    """The way down takes 2 + 6 / 3, the way back 1."""
+    costs = Costs(output=[6, 0], latency=[[0, 2], [1, 0]], bandwidth=[[None, 3], [None, None]])  # type: ignore[arg-type]
+    timed(schedule("0F0 0B0", "1F0 1B0"), costs, [0, 9], [5, 6])
+
+
+@pytest.mark.parametrize(("lanes", "first", "second"), [(((0, 1), (2, 3)), 4, 4), (((0, 1), (0, 3)), 4, 7), (((0, 1), (2, 1)), 4, 7)])
+def test_messages_with_a_lane_in_common_go_one_after_the_other(
+    lanes: tuple[tuple[int, int], tuple[int, int]], first: float, second: float
+) -> None:
+    """Ranks 0 and 1 both send to rank 2 at 1: on lanes of their own, out of one network card, and into one."""
+    table = schedule("0F0", "1F0", "2F0", graph=StageGraph(3, ((0, 2), (1, 2))))
+    own = [[(10, 10)] * 3 for _ in range(3)]
+    own[0][2], own[1][2] = lanes
+    timeline = timed(table, Costs(latency=3, contention="links", lanes=own), [0], [0], [second])  # type: ignore[arg-type]
+    assert [(t.source, t.start, t.end) for t in timeline.transfers()] == [(0, 1, first), (1, second - 3, second)]
+
+
 def test_at_the_same_time_the_lower_rank_sends_first() -> None:
     """Stages 0 and 1 both feed stage 2, on rank 2, whose one link takes the message of rank 0 first."""
     table = schedule("0F0", "1F0", "2F0", graph=StageGraph(3, ((0, 2), (1, 2))))

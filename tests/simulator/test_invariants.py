@@ -34,7 +34,8 @@ def test_nothing_starts_before_what_it_needs_is_there(case: Case) -> None:
         for span in timeline.spans(rank):
             for needed in needs(span.action, table.graph, table.slices):
                 end, home = there[result(needed)]
-                assert span.start >= end + (home != rank) * costs.latency
+                latency = costs.latency[home][rank] if isinstance(costs.latency, tuple) else costs.latency
+                assert span.start >= end + (home != rank) * latency
 
 
 @given(timed())
@@ -46,8 +47,10 @@ def test_every_action_takes_its_time(case: Case) -> None:
             parts = [costs.table(p.kind.name.lower(), table.stages, table.units)[p.stage, p.unit(table.slices)] for p in span.action.parts]
             assert span.end - span.start == sum(parts) * (costs.overlap if len(parts) > 1 else 1)
     for transfer in timeline.transfers():
-        carried = 0 if costs.bandwidth is None else transfer.size / costs.bandwidth
-        assert transfer.end - transfer.start == costs.latency + carried
+        latency, bandwidth = (
+            value[transfer.source][transfer.target] if isinstance(value, tuple) else value for value in (costs.latency, costs.bandwidth)
+        )
+        assert transfer.end - transfer.start == latency + (0 if bandwidth is None else transfer.size / bandwidth)
 
 
 @given(timed())

@@ -139,7 +139,7 @@ def simulated(table: Table, costs: Costs) -> Timeline:
 @drawn
 @given(table=tables, data=st.data())
 def test_any_program_is_timed_the_same(page: Page, table: Table, data: st.DataObject) -> None:
-    chosen = data.draw(costs(table.stages, table.units, contention=data.draw(contentions)))
+    chosen = data.draw(costs(table, contention=data.draw(contentions)))
     timeline = simulated(table, chosen)
     check(timeline, asked(page, document(table, source=SOURCE), chosen))
 
@@ -148,7 +148,7 @@ def test_any_program_is_timed_the_same(page: Page, table: Table, data: st.DataOb
 @drawn
 @given(table=tables, seed=st.integers(0, 1 << 32), contention=contentions)
 def test_floating_point_sums_are_in_the_same_order(page: Page, table: Table, seed: int, contention: str) -> None:
-    chosen = real_costs(table.stages, table.units, Random(seed), contention)
+    chosen = real_costs(table, Random(seed), contention)
     timeline = simulated(table, chosen)
     check(timeline, asked(page, document(table, chosen, source=SOURCE), chosen))
 
@@ -167,7 +167,7 @@ def test_copies_that_do_not_hide_are_named_as_causes(page: Page, name: str, shar
     """Slow copies: forwards wait until memory is free, backwards until their activation is back, and all of it is on the critical path."""
     slices = {"slices": 2} if name == "seq1f1b" else {}
     program = ps.lower(ps.schedule(name, ranks=4, microbatches=6, **slices), offload=100)
-    chosen = keeping(program, real_costs(program.stages, program.units, Random(1), "independent"), Random(2))
+    chosen = keeping(program, real_costs(program, Random(1), "independent"), Random(2))
     chosen = replace(chosen, host_bandwidth=0.3, host_latency=0.2, host_link_shared=shared)
     timeline = simulate(program, chosen, engine="plain")
     said = asked(page, document(program, chosen, source=SOURCE), chosen)
@@ -184,7 +184,7 @@ def test_copies_that_do_not_hide_are_named_as_causes(page: Page, name: str, shar
 @given(program=programs(), seed=st.integers(0, 1 << 32))
 def test_measured_times_are_explained_the_same_way(page: Page, program: Program, seed: int) -> None:
     random = Random(seed)
-    chosen = real_costs(program.stages, program.units, random, "independent")
+    chosen = real_costs(program, random, "independent")
     timeline = measured(simulated(program, chosen), np.random.default_rng(seed))
     said = asked(page, timeline_document(timeline, source=SOURCE), None)
     check(timeline, said)
@@ -210,7 +210,7 @@ def test_a_schedule_of_many_ranks_is_timed_the_same(page: Page, lowered: bool, c
     """Long sums are computed pairwise, which matters only with many ranks."""
     schedule = ps.schedule("dualpipe-v", 10, 22)
     table = ps.lower(schedule, fsdp=True) if lowered else schedule
-    timeline = simulate(table, real_costs(table.stages, table.microbatches, Random(3), contention), engine="plain")
+    timeline = simulate(table, real_costs(table, Random(3), contention), engine="plain")
     said = asked(page, document(table, source=SOURCE), timeline.costs)
     check(timeline, said)
 
@@ -226,7 +226,7 @@ def keeping(table: Table, costs: Costs, random: Random) -> Costs:
 def test_sliced_schedules_are_timed_and_named_the_same(page: Page, name: str, lowered: bool) -> None:
     schedule = ps.schedule(name, ranks=3, microbatches=2, slices=3)
     table = ps.lower(schedule) if lowered else schedule
-    timeline = simulate(table, keeping(table, real_costs(table.stages, table.units, Random(5), "independent"), Random(6)), engine="plain")
+    timeline = simulate(table, keeping(table, real_costs(table, Random(5), "independent"), Random(6)), engine="plain")
     view = timeline_document(timeline, source=SOURCE)
     assert (view["slices"], view["microbatches"]) == (3, 2)
     said = asked(page, view, timeline.costs)
@@ -239,7 +239,7 @@ def test_times_of_three_overlapped_actions_are_added_as_in_the_library(page: Pag
     rows = [["0F0", "0F1", "(0F2;0B0;0F3)OVERLAP_F_B", "(0B1;0B2;0B3)OVERLAP_F_B"]]
     table = ps.Schedule.from_actions(rows, ps.Placement.linear(1))
     for seed in range(20):
-        chosen = real_costs(1, 4, Random(seed), "independent")
+        chosen = real_costs(table, Random(seed), "independent")
         check(simulate(table, chosen), asked(page, document(table, source=SOURCE), chosen))
 
 
@@ -260,8 +260,9 @@ def test_the_page_knows_every_cost(page: Page) -> None:
     """A field that is added to `Costs` must be added to `web/src/core/costs.ts`, with what it changes."""
     table = ps.lower(ps.schedule("seq1f1b", 2, 2, slices=2), fsdp=True, offload=100)
     for field in fields(Costs):
-        value: Any = {"contention": "rank", "host_link_shared": 2}.get(field.name, 0.75)
-        chosen = Costs(**{field.name: value})
+        special: dict[str, Any] = {"contention": "rank", "host_link_shared": 2, "lanes": [[[0, 0], [0, 0]], [[0, 0], [0, 0]]]}
+        with_it: dict[str, Any] = {"lanes": {"contention": "links", "latency": 0.75}}
+        chosen = Costs(**{field.name: special.get(field.name, 0.75), **with_it.get(field.name, {})})
         said = asked(page, document(table, chosen, source=SOURCE), chosen)
         check(simulate(table, chosen, engine="plain"), said)
 

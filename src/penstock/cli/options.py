@@ -177,6 +177,14 @@ CostsText = Annotated[
         'A .toml or .json file, or text like "f=1,i=1,w=1,latency=0.1".  [default: F, I and W take 1, messages nothing]', "COSTS", "--costs"
     ),
 ]
+ClusterFile = Annotated[
+    Path | None,
+    text_option(
+        "Devices of different speeds, memory and links, device k as rank k: a .toml or .json file (see 'penstock profile --ranks').",
+        "FILE",
+        "--cluster",
+    ),
+]
 Unit = Annotated[str | None, text_option("The unit of the costs' times: s, ms, us or ns.", "UNIT", "--unit")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 

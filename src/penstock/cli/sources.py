@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.options import (
+    ClusterFile,
     CostsText,
     Microbatches,
     Ranks,
@@ -33,11 +34,13 @@ from penstock.errors import CostsError, FileFormatError, PassError, ScheduleErro
 from penstock.ir.formats.reading import read_json
 from penstock.schedules.registry import algorithm, algorithms, schedule
 from penstock.text.options import read_assignments, split_options
-from penstock.text.units import parse_size
+from penstock.text.units import Units, parse_size
 
 if TYPE_CHECKING:
     from penstock.ir.action import Action
+    from penstock.ir.cluster import Cluster
     from penstock.ir.costs import Costs
+    from penstock.ir.placement import Placement
     from penstock.ir.program import Program
     from penstock.ir.table import Table
     from penstock.passes.offload import Offload
@@ -205,6 +208,20 @@ def read_costs(text: str) -> Costs:
         raise UsageError(f"--costs: {error}") from None
 
 
+def read_cluster(path: Path | None) -> Cluster | None:
+    """Read the file of `--cluster`."""
+    from penstock.ir.cluster import Cluster
+
+    return None if path is None else Cluster.load(check_file(path, "--cluster: "))
+
+
+def refuse_links(costs: Costs | None) -> None:
+    """Refuse costs of messages if a cluster gives the links."""
+    own = [] if costs is None else [name for name in ("latency", "bandwidth", "contention", "lanes") if name in costs.to_json()]
+    if own:
+        raise UsageError(f"--costs: leave out {' and '.join(own)}, because --cluster has the links of each pair of devices")
+
+
 def refuse_unused(costs: Costs, table: Table) -> None:
     """Refuse a time of full backwards for a schedule that splits all of them, if its halves have no time either."""
     unused = costs.list_unused(table)
@@ -260,11 +277,20 @@ class TimelineSource:
     """How to lower a schedule first; None is not at all."""
     in_bytes: bool = False
     """Whether the costs give memory in bytes."""
+    cluster: Cluster | None = None
+    """The devices of the ranks, and their links."""
 
     @classmethod
-    def read(cls, source: ScheduleSource, costs: str | None, per: Per, lowering: LoweringOptions | None) -> TimelineSource:
+    def read(
+        cls, source: ScheduleSource, costs: str | None, per: Per, lowering: LoweringOptions | None, cluster: Cluster | None = None
+    ) -> TimelineSource:
+        """Read the costs; a schedule by name has as many ranks as the cluster has devices, unless it says otherwise."""
         in_bytes = costs is not None and _MEMORY_IN_BYTES.search(costs) is not None
-        return cls(source, None if costs is None else read_costs(costs), per, lowering, in_bytes)
+        times = None if costs is None else read_costs(costs)
+        if cluster is not None:
+            refuse_links(times)
+            source = source if source.is_file else replace(source, ranks=source.ranks or len(cluster))
+        return cls(source, times, per, lowering, in_bytes, cluster)
 
     def get_measured(self) -> Timeline | None:
         """Give the timeline in the file if it was measured."""
@@ -273,6 +299,8 @@ class TimelineSource:
     def timeline(self) -> Timeline:
         """Give the saved timeline, or simulate one."""
         saved = self._saved
+        if saved is not None and self.costs is None and self.cluster is not None:
+            raise UsageError(f"{self.source.source} has the costs of its own devices: give --costs to time it on those of --cluster")
         if saved is not None and self.costs is None and self.lowering is None:
             return saved
         table = self._table() if saved is None else saved.table
@@ -299,16 +327,24 @@ class TimelineSource:
         """The schedule or program; a schedule that depends on costs gets them."""
         source = self.source
         named = None if source.is_file else algorithms().get(source.source)
-        if named is None or self.costs is None or "costs" not in named.options:
+        if named is None or (self.costs is None and self.cluster is None) or "costs" not in named.options:
             return source.table()
         placement = named.layout.place(named.shape(source.ranks or RANKS, 1, source.chunks))
-        return replace(source, extra={"costs": self._stage_costs(placement.stages, placement.ranks)}).table()
+        return replace(source, extra={"costs": self._stage_costs(placement)}).table()
 
-    def _stage_costs(self, stages: int, ranks: int, slices: int = 1) -> Costs:
+    def _stage_costs(self, placement: Placement, slices: int = 1) -> Costs:
         from penstock.ir.costs import Costs
 
         costs = self.costs or Costs()
-        return divide_among_stages(costs, stages, ranks, slices) if self.per is Per.RANK else costs
+        if self.per is Per.RANK:
+            costs = divide_among_stages(costs, placement.stages, placement.ranks, slices)
+        return costs if self.cluster is None else self.cluster.apply(costs, placement)
+
+    def _choose_units(self, units: Units) -> Units:
+        """The units of a timeline: those of the cluster, if it has any, and bytes if the costs are in bytes."""
+        if self.cluster is None:
+            return replace(units, in_bytes=units.in_bytes or self.in_bytes)
+        return Units(self.cluster.time_unit or units.time_unit, units.in_bytes or self.in_bytes or self.cluster.size_unit == "B")
 
     def _simulate(self, table: Table) -> Timeline:
         from penstock.simulator.simulate import simulate
@@ -317,8 +353,9 @@ class TimelineSource:
             refuse_unused(self.costs, table)
         engine = "plain" if len(table.rows.codes) < FEW else "auto"
         try:
-            timeline = simulate(table, self._stage_costs(table.stages, table.ranks, table.slices), engine=engine)
-            return timeline.in_units(replace(timeline.units, in_bytes=True)) if self.in_bytes else timeline
+            timeline = simulate(table, self._stage_costs(table.placement, table.slices), engine=engine)
+            units = self._choose_units(timeline.units)
+            return timeline if units == timeline.units else timeline.in_units(units)
         except ScheduleError as error:
             if self.source.is_file:
                 raise FileFormatError(self.source.source, str(error)) from None
@@ -349,15 +386,18 @@ class DocumentOptions:
         ),
     ] = None
     memory_limit: Annotated[
-        str | None, text_option("The memory limit to draw: in activations, or like 40GiB.", "SIZE", "--memory-limit")
+        str | None,
+        text_option("The memory limit to draw: in activations, or like 40GiB.  [default: that of the cluster]", "SIZE", "--memory-limit"),
     ] = None
+    cluster: ClusterFile = None
 
     def documents(self, texts: list[str], lowering: LoweringOptions | None) -> list[Any]:
         """Make the documents of all sources."""
-        if not texts and (self.ranks or self.microbatches or self.costs or self.memory_limit):
+        if not texts and (self.ranks or self.microbatches or self.costs or self.memory_limit or self.cluster):
             raise UsageError("name a schedule or a file that these options are for, like 'zbv'")
         limit = read_size("--memory-limit", self.memory_limit)
-        view = _View(self.costs, self.per or (Per.RANK if len(texts) > 1 else Per.STAGE), lowering, limit)
+        per = self.per or (Per.RANK if len(texts) > 1 else Per.STAGE)
+        view = _View(self.costs, per, lowering, limit, read_cluster(self.cluster))
         sources = parse_sources(texts, self.ranks, self.microbatches)
         return [view.file_document(source) if source.is_file else view.schedule_document(source) for source in sources]
 
@@ -370,6 +410,7 @@ class _View:
     per: Per
     lowering: LoweringOptions | None
     limit: float | None
+    cluster: Cluster | None
 
     def schedule_document(self, source: ScheduleSource) -> Any:
         from penstock.studio.document import document
@@ -377,15 +418,20 @@ class _View:
 
         named = algorithm(source.source)
         slices = parse_options(source.options).get("slices")
-        check_shape(named.shape(source.ranks or RANKS, source.microbatches or MICROBATCHES, source.chunks, slices))
-        timeline = TimelineSource.read(source, self.costs, self.per, self.lowering).timeline()
+        timed = TimelineSource.read(source, self.costs, self.per, self.lowering, self.cluster)
+        check_shape(named.shape(timed.source.ranks or RANKS, source.microbatches or MICROBATCHES, source.chunks, slices))
+        timeline = timed.timeline()
         table = timeline.table
         check_table(table)
         about = {"kind": "schedule", "name": named.name, "ranks": table.ranks, "microbatches": table.microbatches}
         about |= {"chunks": table.chunks, "options": parse_options(source.options), "lower": table.lowered}
         about["fsdp"] = self.lowering is not None and self.lowering.fsdp
         about["offload"] = "" if self.lowering is None else self.lowering.offload or ""
-        return document(table, timeline.costs, source=about, memory_limit=self.limit, depends_on_costs="costs" in named.options)
+        options: dict[str, Any] = {"memory_limit": self.limit, "depends_on_costs": "costs" in named.options}
+        if self.cluster is not None:
+            limit = self.cluster.memory_limit if self.limit is None else self.limit
+            options |= {"memory_limit": limit, "units": (self.cluster.time_unit, self.cluster.size_unit), "devices": self.cluster.devices}
+        return document(table, timeline.costs, source=about, **options)
 
     def file_document(self, source: ScheduleSource) -> Any:
         """A file as it is, with its mistakes."""
@@ -394,6 +440,8 @@ class _View:
 
         source.refuse_shape()
         path = source.path()
+        if self.cluster is not None:
+            raise UsageError(f"--cluster is for schedules by name, and {path} is a file; the plan of 'penstock plan --cluster' has its own")
         document = file_document(path.name, read_text(path, "text"))
         limit = document["memory_limit"] if self.limit is None else self.limit
         return {**document, "memory_limit": limit, **({} if self.costs is None else {"costs": self._file_costs(document, self.costs)})}
@@ -403,7 +451,7 @@ class _View:
         costs = read_costs(text)
         shape = document["stages"], document["ranks"], document["slices"]
         costs = divide_among_stages(costs, *shape) if self.per is Per.RANK else costs
-        costs.check(document["stages"], document["microbatches"] * document["slices"])
+        costs.check(document["stages"], document["microbatches"] * document["slices"], document["ranks"])
         return costs.to_json()
 
 

@@ -16,13 +16,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import CostsError, FileFormatError
+from penstock.ir.cluster.links import Bandwidth, Lanes, Latency, as_array, check_bandwidth, check_lanes, check_latency, check_ranks
 from penstock.ir.formats.reading import check_record, read_settings, suffix_of
+from penstock.ir.formats.toml_form import toml_value
 from penstock.ir.kind import Kind
 from penstock.text.units import check_number
 from penstock.text.units import parse_size as parse_size  # noqa: PLC0414 - also under this name
@@ -37,11 +40,13 @@ if TYPE_CHECKING:
 PerStage = float | tuple[float, ...]
 PerAction = float | tuple[float | tuple[float, ...], ...]
 
-CONTENTION = ("independent", "pair", "duplex", "rank")
+CONTENTION = ("independent", "pair", "duplex", "rank", "links")
 
 _TIMES = ("f", "i", "w", "b", "latency", "unshard", "reduce", "optimizer", "host_latency")
-_ONE_NUMBER = ("overlap", "latency", "bandwidth", "host_latency", "host_bandwidth", "host_link_shared")
-_OPTIONAL = ("b", "bandwidth", "host_bandwidth")
+_ONE_NUMBER = ("overlap", "host_latency", "host_bandwidth", "host_link_shared")
+_LINKS = ("latency", "bandwidth", "lanes")
+"""Tables with one value per pair of ranks."""
+_OPTIONAL = ("b", "host_bandwidth")
 _PER_ACTION = ("f", "i", "w", "b", "activation", "weight_stash", "kept", "kept_gradients", "output")
 
 
@@ -66,8 +71,9 @@ class Costs:
     """Backward for the weights."""
     b: PerAction | None = None
     """Full backward; defaults to i + w."""
-    latency: float = 0.0
-    """Time of a message of size 0. A message occupies its link for the latency and for its size divided by the bandwidth."""
+    latency: Latency = 0.0
+    """Time of a message of size 0. A message occupies its link for the latency and for its size divided by the bandwidth.
+    One number, or a table with one row per sending rank and one column per receiving rank."""
     activation: PerAction = 1.0
     """Held from a microbatch's F to its I or B, unless it is moved to the host in between."""
     weight_stash: PerAction = 0.0
@@ -82,11 +88,11 @@ class Costs:
     """Time of actions that run together, as a share of their time one after the other."""
     output: PerAction = 0.0
     """Size of the output of a stage, and of its gradient."""
-    bandwidth: float | None = None
-    """Size per time that a link carries; None for unlimited."""
+    bandwidth: Bandwidth = None
+    """Size per time that a link carries; None for unlimited. One number, or a table as for the latency."""
     contention: str = "independent"
     """`independent`: one link per channel; `pair`: one each way for each pair of ranks; `duplex`: one out of and one into each rank, as a
-    full-duplex network card has; `rank`: one per rank, for both directions."""
+    full-duplex network card has; `rank`: one per rank, for both directions; `links`: as `lanes` says."""
     parameters: PerStage = 0.0
     """The size of a stage's parameters in full."""
     shard: PerStage = 0.0
@@ -104,6 +110,9 @@ class Costs:
     """Size per time that the link to host memory carries in each direction; None for unlimited."""
     host_link_shared: int = 1
     """How many neighbouring ranks share one link to host memory: 2 for ranks 0 and 1, 2 and 3, and so on."""
+    lanes: Lanes | None = None
+    """With contention `links`: for each sending rank and each receiving rank, the numbers of the out lane and the in lane that a message
+    occupies. Messages with a lane in common go one after the other."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -111,14 +120,23 @@ class Costs:
             if field.name == "contention":
                 if value not in CONTENTION:
                     raise CostsError(f"contention must be one of {', '.join(CONTENTION)}, got {value!r}")
+            elif field.name in _LINKS:
+                self._check_link_field(field.name, value)
             elif value is not None or field.name not in _OPTIONAL:
                 object.__setattr__(self, field.name, _check_value(field.name, value))
-        for name in ("bandwidth", "host_bandwidth"):
-            if getattr(self, name) == 0:
-                raise CostsError(f"{name} must be more than 0, or None for unlimited")
+        if self.host_bandwidth == 0:
+            raise CostsError("host_bandwidth must be more than 0, or None for unlimited")
+        if (self.contention == "links") != (self.lanes is not None):
+            raise CostsError(f"contention={self.contention!r} with {'' if self.lanes else 'no '}lanes: 'links' and lanes= go together")
         if self.host_link_shared < 1 or self.host_link_shared != int(self.host_link_shared):
             raise CostsError(f"host_link_shared is the number of ranks per link, a whole number of at least 1, got {self.host_link_shared}")
         object.__setattr__(self, "host_link_shared", int(self.host_link_shared))
+
+    def _check_link_field(self, name: str, value: Any) -> None:
+        if name != "lanes":
+            object.__setattr__(self, name, (check_latency if name == "latency" else check_bandwidth)(name, value))
+        elif value is not None:
+            object.__setattr__(self, name, check_lanes(name, value))
 
     def of_stage(self, name: str, stage: int, microbatch: int = 0) -> float:
         """One stage's value of a field, for a microbatch or slice by its number."""
@@ -172,11 +190,57 @@ class Costs:
         held = self.table("activation", stages, microbatches)
         return held if self.kept == 0.0 else held + self.table("kept", stages, microbatches)
 
-    def check(self, stages: int, microbatches: int) -> None:
+    def check(self, stages: int, microbatches: int, ranks: int) -> None:
         """Refuse sequences that do not fit these counts."""
         for field in fields(self):
-            if isinstance(getattr(self, field.name), tuple):
+            if field.name in _LINKS:
+                check_ranks(field.name, getattr(self, field.name), ranks)
+            elif isinstance(getattr(self, field.name), tuple):
                 self.table(field.name, stages, microbatches)
+
+    @property
+    def differing(self) -> list[str]:
+        """The fields with a value per microbatch rather than per stage."""
+        tables = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _LINKS}
+        return [name for name, value in tables.items() if isinstance(value, tuple) and any(isinstance(row, tuple) for row in value)]
+
+    def travel(self, sizes: Any, source: Any, target: Any) -> NDArray[np.float64]:
+        """Times of messages of these sizes from ranks to other ranks.
+
+        >>> Costs(latency=[[0, 1], [2, 0]], bandwidth=4.0).travel(2.0, [0, 1], [1, 0]).tolist()
+        [1.5, 2.5]
+        """
+        import numpy as np
+
+        latency, bandwidth = (table[source, target] if table.ndim else table for table in self._rates)
+        times: NDArray[np.float64] = latency + np.broadcast_to(np.asarray(sizes, dtype=np.float64), np.shape(source)) / bandwidth
+        return times
+
+    def with_slowest_link(self) -> Costs:
+        """The same costs with one latency and one bandwidth for all pairs of ranks, the worst of any, and no shared lanes.
+
+        >>> Costs(latency=[[0, 1], [2, 0]], bandwidth=[[None, 8], [None, None]]).with_slowest_link().bandwidth
+        8.0
+        """
+        latency, bandwidth = float(self._rates[0].max()), float(self._rates[1].min())
+        shared: dict[str, Any] = {} if self.lanes is None else {"contention": "independent", "lanes": None}
+        return replace(self, latency=latency, bandwidth=None if bandwidth == float("inf") else bandwidth, **shared)
+
+    def name_links(self, source: int, target: int, backward: bool) -> tuple[object, ...]:
+        """Names of the links that a message from one rank to another occupies, activation or gradient: equal for a link that is shared."""
+        if self.lanes is not None:
+            return tuple(dict.fromkeys(self.lanes[source][target]))
+        names: dict[str, tuple[object, ...]] = {
+            "independent": ((source, target, backward),),
+            "pair": ((source, target),),
+            "duplex": (("from", source), ("to", target)),
+            "rank": (source, target),
+        }
+        return names[self.contention]
+
+    @cached_property
+    def _rates(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        return as_array(self.latency), as_array(self.bandwidth)
 
     def _check_stages(self, name: str, stages: int) -> None:
         value = getattr(self, name)
@@ -198,9 +262,9 @@ class Costs:
 
     def scaled(self, factor: float) -> Costs:
         """The same costs in another unit of time: every time multiplied by the factor."""
-        times: dict[str, Any] = {name: _multiply(getattr(self, name), factor) for name in _TIMES if getattr(self, name) is not None}
-        rates: dict[str, Any] = {name: getattr(self, name) for name in ("bandwidth", "host_bandwidth") if getattr(self, name) is not None}
-        return replace(self, **times, **{name: rate / factor for name, rate in rates.items()})
+        times: dict[str, Any] = {name: _change(getattr(self, name), lambda time: time * factor) for name in _TIMES}
+        rates: dict[str, Any] = {name: _change(getattr(self, name), lambda rate: rate / factor) for name in ("bandwidth", "host_bandwidth")}
+        return replace(self, **times, **rates)
 
     def permuted(self, order: Sequence[int]) -> Costs:
         """The same costs with the microbatches in another order: `order[k]` is the microbatch that becomes microbatch k.
@@ -209,7 +273,7 @@ class Costs:
         ((3.0, 1.0, 2.0),)
         """
         copy = object.__new__(Costs)  # every value has been checked
-        copy.__dict__.update({name: _permute(value, order) for name, value in self.__dict__.items()})
+        copy.__dict__.update({name: value if name in _LINKS else _permute(value, order) for name, value in self.__dict__.items()})
         return copy
 
     def to_json(self) -> dict[str, Any]:
@@ -230,7 +294,7 @@ class Costs:
         if suffix_of(path) == ".json":
             write_whole(path, json.dumps(data, indent=1) + "\n")
         else:
-            write_whole(path, "".join(f"{name} = {json.dumps(value)}\n" for name, value in data.items()))
+            write_whole(path, "".join(f"{name} = {toml_value(value)}\n" for name, value in data.items()))
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Costs:
@@ -242,8 +306,11 @@ class Costs:
             raise FileFormatError(os.fspath(path), str(error)) from None
 
 
-def _multiply(value: Any, factor: float) -> Any:
-    return tuple(_multiply(item, factor) for item in value) if isinstance(value, tuple) else value * factor
+def _change(value: Any, change: Callable[[float], float]) -> Any:
+    """Every number of a field changed; None stays."""
+    if isinstance(value, tuple):
+        return tuple(_change(item, change) for item in value)
+    return None if value is None else change(value)
 
 
 def _permute(value: Any, order: Sequence[int]) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 from penstock.errors import PlanError
 from penstock.planner.candidate import Candidate, Verdict, summarize_verdicts
@@ -146,7 +147,7 @@ def _list_smaller_microbatches(request: Request) -> Iterator[Request]:
 
 def _list_more_ranks(request: Request, counts: list[int]) -> Iterator[Request]:
     limits = request.limits or ()
-    for ranks in counts if len(set(limits)) == 1 else ():
+    for ranks in counts if len(set(limits)) == 1 and request.cluster is None else ():
         if request.ranks < ranks <= len(request.profile):
             yield replace(request, ranks=ranks, limits=limits[:1] * ranks)
 
@@ -169,7 +170,9 @@ class _Trials:
 
     def _time_named(self, request: Request, at_least: int = 0) -> Iterator[Candidate]:
         """The named schedules, the smallest first, while cells are left; and that many in any case."""
-        usable, _ = list_candidates(request.names, request.ranks, len(request.profile), request.slices, request.no_slices)
+        usable, _ = list_candidates(
+            request.names, request.ranks, len(request.profile), request.slices, request.no_slices, cluster=request.cluster
+        )
         pairs = ((named, profile) for profile in request.profiles for named in usable)
         for place, (named, profile) in enumerate(sorted(pairs, key=partial(order_by_effort, request))):
             cells = named.placement.stages * request.count_microbatches(profile) * named.slices
@@ -206,7 +209,8 @@ class _Trials:
 
         def cut_within(limit: float) -> Candidate | None:
             assert problem.profile is not None
-            cut = limit_to(limit).cut(problem.profile, problem.placement, problem.recompute, moments, lengths=problem.lengths)
+            options: dict[str, Any] = {"lengths": problem.lengths, "assignment": problem.assignment}
+            cut = limit_to(limit).cut(problem.profile, problem.placement, problem.recompute, moments, **options)
             candidate = order.retime(replace(problem.recut(cut.sizes), memory_limit=(limit,) * problem.ranks)) if cut.fits else None
             return candidate if candidate is not None and candidate.fits else None
 

@@ -28,7 +28,7 @@ from penstock.text.numbers import format_count
 from penstock.verifier.rules.memory import sum_held
 
 _IN_THE_MAKING = {"timed", "place"}
-_LISTS: dict[str, tuple[type, ...]] = {"sizes": (list,), "slice_lengths": (list,)}
+_LISTS: dict[str, tuple[type, ...]] = {"sizes": (list,), "slice_lengths": (list,), "devices": (list,)}
 """Tuples, in files."""
 _NO_DIFFERENCE = 5e-5
 """Relative differences below this are not worth a word."""
@@ -87,6 +87,8 @@ class Candidate:
     """Slices that each sequence is cut into."""
     slice_lengths: tuple[int, ...] = ()
     """Tokens of each slice, if there are several."""
+    devices: tuple[int, ...] = ()
+    """The device of a cluster that each rank is, if they differ."""
     timed: tuple[Problem, Schedule, Timeline] | None = field(default=None, compare=False, repr=False)
     """The timed schedule, while a plan is being made."""
     place: int = field(default=-1, compare=False, repr=False)
@@ -96,7 +98,8 @@ class Candidate:
     def untimed(cls, name: str, problem: Problem, verdict: Verdict, reason: str) -> Candidate:
         """A candidate that was ruled out before it was timed."""
         shape = problem.placement.kind, problem.placement.chunks, problem.microbatch, problem.microbatches, sum(problem.recompute)
-        return cls(name, *shape, verdict.value, reason, slices=problem.slices, slice_lengths=problem.lengths)
+        options = {"slices": problem.slices, "slice_lengths": problem.lengths, "devices": problem.devices}
+        return cls(name, *shape, verdict.value, reason, **options)  # type: ignore[arg-type]
 
     @classmethod
     def of_timeline(cls, name: str, problem: Problem, schedule: Schedule, timeline: Timeline) -> Candidate:
@@ -202,6 +205,8 @@ class Candidate:
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _IN_THE_MAKING}
         if self.slices == 1:
             del values["slices"], values["slice_lengths"]
+        if not self.devices:
+            del values["devices"]
         return {name: value for name, value in values.items() if value is not None}
 
     @classmethod

@@ -171,7 +171,8 @@ class Instance:
     w: Whole
     b: Whole
     travel: Whole
-    """Time of the message from the stage before, also within a rank."""
+    travel_back: Whole
+    """Times of the message from the stage before, and of the gradient that goes back; 0 within a rank."""
     activation: Whole
     stash: Whole
     output: Whole
@@ -186,20 +187,18 @@ class Instance:
         shape, costs = (problem.stages, problem.microbatches), problem.costs
         times = {name: costs.table(name, *shape) for name in ("f", "i", "w", "b")}
         sizes = {"activation": costs.tabulate_held(*shape)} | {name: costs.table(name, *shape) for name in ("weight_stash", "output")}
-        hops = np.zeros(shape)
-        hops[1:] = costs.latency + (sizes["output"][:-1] / costs.bandwidth if costs.bandwidth is not None else 0.0)
         steps, ends = (costs.per_stage(name, problem.stages) for name in ("optimizer", "reduce"))
-        time = unit_for([*np.concatenate([*times.values(), hops]).ravel().tolist(), *steps, *ends], TIME_STEPS)
+        time = unit_for([*np.concatenate([*times.values(), *problem.hops]).ravel().tolist(), *steps, *ends], TIME_STEPS)
         size = unit_for(np.concatenate([*sizes.values()]).ravel().tolist(), SIZE_STEPS)
         room = [
             None if limit == math.inf else floor_units(limit * (1 + SLACK) - static, size) if limit * (1 + SLACK) >= static else -1
             for limit, static in zip(problem.limits, problem.static_memory, strict=True)
         ]
         own = costs.per_rank("optimizer", problem.placement).tolist()
-        f, i, w, b, travel = (_round_down(table, time) for table in (*times.values(), hops))
+        f, i, w, b, up, back = (_round_down(table, time) for table in (*times.values(), *problem.hops))
         activation, stash, output = (_round_down(table, size) for table in sizes.values())
         reduce, optimizer = (tuple(floor_units(value, time) for value in values) for values in (ends, own))
-        return cls(problem, time, size, f, i, w, b, travel, activation, stash, output, tuple(room), reduce, optimizer)
+        return cls(problem, time, size, f, i, w, b, up, back, activation, stash, output, tuple(room), reduce, optimizer)
 
     def with_less_room(self, less: list[float]) -> Instance:
         """The instance with that much less room on each rank."""
@@ -217,12 +216,13 @@ class Instance:
     def horizon(self) -> int:
         """One microbatch after the other takes no longer, and fits if anything does."""
         backward = np.maximum(self.b, self.i + self.w)
-        return int((self.f + backward + 2 * self.travel).sum()) + sum(self.reduce) + max(self.optimizer) + 1
+        return int((self.f + backward + self.travel + self.travel_back).sum()) + sum(self.reduce) + max(self.optimizer) + 1
 
     @cached_property
     def classes(self) -> list[list[int]]:
         """Groups of identical microbatches: of one copy of the model, with the same times and sizes on every stage."""
-        tables = np.concatenate([self.f, self.i, self.w, self.b, self.travel, self.activation, self.stash, self.output])
+        times = self.f, self.i, self.w, self.b, self.travel, self.travel_back
+        tables = np.concatenate([*times, self.activation, self.stash, self.output])
         groups: dict[tuple[int, bytes], list[int]] = {}
         for m in range(self.problem.microbatches):
             key = m % len(self.problem.placement.copies), np.ascontiguousarray(tables[:, m]).tobytes()
@@ -359,12 +359,13 @@ class SolverModel:
                 continue
             down = one.ranks[low]
             ends = ((self.forward[low], self.forward[high], down, up), (self.gradient[high], self.gradient[low], up, down))
+            takes = int(one.travel[high]), int(one.travel_back[high])
             for backward, (producer, consumer, source, target) in zip((False, True), ends, strict=True):
                 if source == target:
                     self._put_before(producer, consumer)
                 else:
                     lane = high[0], backward, classes[high[1]]
-                    messages.append(Message(producer, consumer, int(one.travel[high]), source, target, backward, lane, high))
+                    messages.append(Message(producer, consumer, takes[backward], source, target, backward, lane, high))
         self.links = add_links(self, messages)
 
     def _order_alike(self) -> None:
@@ -490,7 +491,7 @@ class Message:
 
 @dataclass(frozen=True, eq=False)
 class MessageLinks:
-    """When messages leave if not at the end of their producer, and the other messages on their link."""
+    """When messages leave if not at the end of their producer, and the other messages on their links."""
 
     leaves: dict[Message, Any] = field(default_factory=dict)
     forward: dict[Cell, Message] = field(default_factory=dict)
@@ -515,16 +516,8 @@ def add_links(model: SolverModel, messages: list[Message]) -> MessageLinks:
 
 def _group_by_link(model: SolverModel, messages: list[Message]) -> dict[object, list[Message]]:
     links: dict[object, list[Message]] = {}
-    contention = model.instance.problem.costs.contention
     for message in messages:
-        ends = (message.source, message.target)
-        names: tuple[object, ...] = {
-            "independent": ((*ends, message.backward),),
-            "pair": (ends,),
-            "duplex": (("from", message.source), ("to", message.target)),
-            "rank": ends,
-        }[contention]
-        for name in names:
+        for name in model.instance.problem.costs.name_links(message.source, message.target, message.backward):
             links.setdefault(name, []).append(message)
     return links
 
@@ -541,7 +534,7 @@ def _share(model: SolverModel, link: list[Message], links: MessageLinks, ordered
             links.leaves[message] = model.moment()
             cp.add(links.leaves[message] >= message.producer.end)
         lane.append(cp.new_fixed_size_interval_var(links.leaves[message], message.takes, ""))
-        links.beside[message] = [other for other in link if other is not message]
+        links.beside.setdefault(message, []).extend(other for other in link if other is not message)
     cp.add_no_overlap(lane)
     if ordered:
         _add_first_come(model, link, links.leaves)

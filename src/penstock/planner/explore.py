@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from penstock.errors import MissingExtraError
@@ -23,8 +24,10 @@ from penstock.planner.candidate import Candidate
 from penstock.planner.named_schedules import (
     NamedSchedule,
     list_candidates,
+    list_every_cut,
     list_searchable_problems,
     one_at_a_time,
+    reassign,
     recut,
     shift_lengths,
     time_named,
@@ -38,8 +41,8 @@ from penstock.simulator.simulate import simulate
 if TYPE_CHECKING:
     from penstock.planner.order_search.search import SearchResult
 
-_MOST_SEARCHED = 8
-"""Problems that get a first, short search."""
+_MOST_SEARCHED, _SEARCHED_CELLS = 8, 1_000
+"""Problems that get a first, short search; and on a cluster the cells of further ones, up to three times as many."""
 _FINALISTS, _CLOSE = 2, 0.03
 """How many of them get a longer one: the best, and others that are slower by at most that share."""
 _FIRST_SHARE, _PROOF_SHARE = 0.35, 0.25
@@ -83,7 +86,6 @@ class Explorer:
     """The named schedules that were timed, and what came of each."""
     _cut_short: list[str] = field(default_factory=list)
     """Steps that were left out or not finished; those that are counted mark their plural: "search(es) unfinished"."""
-    """Steps that were left out because the seconds were over."""
     _timed: tuple[float, int] = (0.0, 0)
     """Seconds that timing named schedules took so far, and the cells of those schedules."""
     _start: float = field(default_factory=time.monotonic)
@@ -117,7 +119,14 @@ class Explorer:
         rest = limits, request.recompute, request.barrier, request.split
         return min(
             OverallBound(
-                profile, request.count_microbatches(profile), request.ranks, self._copies, *rest, slices, request.least_slice
+                profile,
+                request.count_microbatches(profile),
+                request.ranks,
+                self._copies,
+                *rest,
+                slices,
+                request.least_slice,
+                request.cluster,
             ).value()
             for profile in request.profiles
             for slices in request.slices
@@ -164,7 +173,9 @@ class Explorer:
     def time_named(self) -> None:
         """Time every named schedule at every microbatch size."""
         request = self.request
-        usable, self.refused = list_candidates(request.names, request.ranks, len(request.profile), request.slices, request.no_slices)
+        usable, self.refused = list_candidates(
+            request.names, request.ranks, len(request.profile), request.slices, request.no_slices, cluster=request.cluster
+        )
         todo = sorted(((named, profile) for profile in request.profiles for named in usable), key=partial(order_by_effort, request))
         simulate(lower(one_at_a_time(Placement.linear(1), 1)), Costs())  # loads the compiled simulator before anything is measured
         share = _NAMED_SHARE if request.searches else 1.0
@@ -226,7 +237,8 @@ class Explorer:
         for candidate in sorted(self.fitting, key=lambda candidate: candidate.time_or_inf)[:_RECUT]:
             if best is None or candidate.time_or_inf > best.time_or_inf * (1 + _NEARLY):
                 continue
-            better = recut(candidate, partial(self._is_over, "cuts not shifted", candidate.problem.cells, share))
+            better = reassign(candidate, self.request, partial(self._is_over, "devices not exchanged", candidate.problem.cells, share))
+            better = recut(better, partial(self._is_over, "cuts not shifted", candidate.problem.cells, share))
             if candidate.slices > 1:
                 is_over = partial(self._is_over, "lengths of slices not shifted", candidate.problem.cells, share)
                 better = shift_lengths(better, self.request.granularity, is_over)
@@ -271,7 +283,10 @@ class Explorer:
         worth.sort(key=lambda problem: self.bound_of(problem).value)
         first = {problem.placement.copies: problem for problem in reversed(worth)}
         own = [problem for problem in worth if first[problem.placement.copies] is problem]
-        return [*own, *(problem for problem in worth if first[problem.placement.copies] is not problem)][:_MOST_SEARCHED]
+        most = _MOST_SEARCHED
+        if self.request.cluster is not None:  # they differ by the order of the devices too
+            most = max(most, min(3 * most, _SEARCHED_CELLS // max((problem.cells for problem in worth), default=1)))
+        return [*own, *(problem for problem in worth if first[problem.placement.copies] is not problem)][:most]
 
     def prove(self) -> None:
         """Bound the problem of the best candidate; solve it exactly if it is small."""
@@ -318,10 +333,10 @@ class Explorer:
             self.best = candidate
 
     def _list_worth_searching(self) -> Iterator[Problem]:
-        """Problems that could beat the best: those of the placements, and those that a named schedule needed to fit."""
+        """Problems that could beat the best: those of the placements, those that a named schedule needed to fit, and small ones."""
         seen: set[object] = set()
         named = (candidate.problem for candidate in self.fitting if not candidate.offloaded)
-        for problem in [*list_searchable_problems(self.request), *named]:
+        for problem in chain(list_searchable_problems(self.request), named, list_every_cut(self.request)):
             if problem.key in seen or self._is_slow(problem):
                 continue
             seen.add(problem.key)

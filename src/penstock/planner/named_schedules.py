@@ -11,11 +11,13 @@ import numpy as np
 
 from penstock.errors import PenstockError
 from penstock.ir import codes
+from penstock.ir.cluster import Cluster
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Ints, Rows
 from penstock.ir.schedule import Schedule
 from penstock.planner.candidate import Candidate, Verdict
+from penstock.planner.partition.assignment import Assignment, list_exchanges
 from penstock.planner.partition.cut import list_neighbours
 from penstock.planner.partition.layer_runs import Cutting, LayerRuns
 from penstock.planner.partition.slices import list_edges
@@ -36,8 +38,14 @@ _COUNTS = 7
 """How many numbers of recomputed ranks are tried."""
 _ROUNDS = 4
 """Partitions that are tried for the memory of one schedule."""
+_MOST_BUILT = 4
+"""Problems that a schedule which follows the costs is built for; others are only timed again."""
 _MOST_CUTS = 80
 """Cuts that are timed for one schedule when they are shifted."""
+_FEWEST_EXCHANGES, _MOST_EXCHANGES, _EXCHANGE_CELLS = 6, 40, 3_000
+"""Exchanges of two devices that are timed for one schedule, and their cells all together, times the chunks per rank."""
+_NEAR, _FEW_CUTS = 0.1, 16
+"""If an exchange is slower by at most this share, so many cuts are timed for it."""
 _MOST_LENGTHS = 160
 """Lengths of slices that are timed for one schedule when they are shifted."""
 _STEPS = (8, 4, 2, 1)
@@ -91,11 +99,18 @@ def _list_limits(problem: Problem) -> list[dict[str, Any]]:
 
 
 def list_candidates(
-    names: Sequence[str], ranks: int, layers: int, slices: Sequence[int] = (1,), no_slices: str = NO_SLICES
+    names: Sequence[str],
+    ranks: int,
+    layers: int,
+    slices: Sequence[int] = (1,),
+    no_slices: str = NO_SLICES,
+    *,
+    cluster: Cluster | None = None,
 ) -> tuple[list[NamedSchedule], dict[str, str]]:
     """The schedules to try with these numbers of slices, whole sequences first and then the most slices; and the reasons against others.
 
-    `no_slices` says why sequences are not cut, if they are not.
+    `no_slices` says why sequences are not cut, if they are not. On a cluster of different devices, schedules with two copies of the model
+    are left out.
     """
     usable: list[NamedSchedule] = []
     refused: dict[str, str] = {}
@@ -103,6 +118,9 @@ def list_candidates(
         if name == SEARCHED:
             continue
         listed, reason = _list_shapes(name, ranks, layers, slices, no_slices)
+        copies = max((len(named.placement.copies) for named in listed), default=1)
+        if cluster is not None and copies > 1 and not cluster.has_equal_devices:
+            listed, reason = [], f"it runs {copies} copies of the model, and each stage would be on a fast and on a slow device"
         usable += [named for named in listed if named not in usable]
         if not listed:
             refused[name] = reason
@@ -155,6 +173,18 @@ def list_searchable_problems(request: Request) -> Iterator[Problem]:
 
     Each comes without and with recompute if that is allowed.
     """
+    for profile, placement, recompute, slices in _list_searchable_shapes(request):
+        yield from request.make_problems(profile, placement, recompute, slices)
+
+
+def list_every_cut(request: Request) -> Iterator[Problem]:
+    """On a cluster, every partition on the same placements, if there are few; of whole sequences."""
+    for profile, placement, recompute, slices in _list_searchable_shapes(request):
+        if slices == 1:
+            yield from request.list_every_cut(profile, placement, recompute)
+
+
+def _list_searchable_shapes(request: Request) -> Iterator[tuple[Profile, Placement, tuple[bool, ...], int]]:
     ranks = request.ranks
     placements = [Placement.linear(ranks)]
     if ranks > 1:
@@ -164,7 +194,7 @@ def list_searchable_problems(request: Request) -> Iterator[Problem]:
         for profile in request.profiles:
             for placement in placements:
                 for again in flags if placement.stages <= len(request.profile) else ():
-                    yield from request.make_problems(profile, placement, (again,) * placement.stages, slices)
+                    yield profile, placement, (again,) * placement.stages, slices
 
 
 # Starting orders ------------------------------------------------------------------------------------------------------
@@ -235,7 +265,7 @@ class _Fitting:
         if not self.request.recompute or len(placement.copies) > 1 or first.verdict in (Verdict.SLOW, Verdict.REFUSED):
             return
         problems = self.request.make_problems(self.profile, placement, none, self.named.slices)
-        if first.fits and any(first.sizes == problem.sizes for problem in problems):
+        if first.fits and any((first.sizes, first.devices) == (problem.sizes, problem.devices) for problem in problems):
             return  # the memory does not hold it back
         every = self._fit(all_stages)
         some = [candidate for candidate in self._recompute_some(first, every, problems) if candidate.fits]
@@ -248,26 +278,36 @@ class _Fitting:
         request, named = self.request, self.named
         problems = request.make_problems(self.profile, named.placement, recompute, named.slices)
         if not problems:
-            lengths = request.guess_lengths(self.profile, named.slices)
-            sizes = request.cut(self.profile, named.placement, recompute, lengths=lengths).sizes
-            too_large = request.make_problem(self.profile, named.placement, sizes, recompute, lengths)
+            lengths, assignment = request.guess_lengths(self.profile, named.slices), self._first_assignment
+            sizes = request.cut(self.profile, named.placement, recompute, lengths=lengths, assignment=assignment).sizes
+            too_large = request.make_problem(self.profile, named.placement, sizes, recompute, lengths, assignment=assignment)
             return Candidate.untimed(named.name, too_large, Verdict.TOO_LARGE, self._explain_excess(recompute))
         fast = [problem for problem in problems if not self.is_slow(problem)]
         if not fast:
             least = min(problem.work for problem in problems)
             return Candidate.untimed(named.name, problems[0], Verdict.SLOW, request.units.time(least))
         try:
-            timed = [candidate for problem in fast for candidate in self._time(problem)]
+            most = len(fast) if named.is_fixed else _MOST_BUILT
+            timed = [candidate for problem in fast[:most] for candidate in self._time(problem)]
         except PenstockError as error:  # the schedule itself says what it does not take
             return Candidate.untimed(named.name, problems[0], Verdict.REFUSED, str(error))
         if not timed:
             return Candidate.untimed(named.name, problems[0], Verdict.REFUSED, "it splits the backward")
         best = _pick_best(timed)
-        return best if best.fits else self._cut_for_memory(best)
+        if best.fits:
+            return best
+        by_devices: dict[object, list[Candidate]] = {}
+        for candidate in timed:
+            by_devices.setdefault(candidate.devices, []).append(candidate)
+        return _pick_best([self._cut_for_memory(_pick_best(same)) for same in by_devices.values()])
+
+    @property
+    def _first_assignment(self) -> Assignment | None:
+        return self.request.list_assignments(self.profile, self.named.placement, self.named.slices)[0]
 
     def _explain_excess(self, recompute: tuple[bool, ...]) -> str:
         lengths, units = self.request.guess_lengths(self.profile, self.named.slices), self.request.units
-        cut = self.request.cut(self.profile, self.named.placement, recompute, lengths=lengths)
+        cut = self.request.cut(self.profile, self.named.placement, recompute, lengths=lengths, assignment=self._first_assignment)
         rank = max(range(len(cut.excesses)), key=cut.excesses.__getitem__)
         layers = split_layers(self.profile, cut.sizes)
         static = sum(layer.static for stage in self.named.placement.stages_of(rank) for layer in layers[stage])
@@ -289,7 +329,8 @@ class _Fitting:
         best, last, moments = candidate, candidate, candidate.list_moments()
         for _ in range(_ROUNDS):
             problem = last.problem
-            cut = self.request.cut(self.profile, problem.placement, problem.recompute, moments, lengths=problem.lengths)
+            options: dict[str, Any] = {"lengths": problem.lengths, "assignment": problem.assignment}
+            cut = self.request.cut(self.profile, problem.placement, problem.recompute, moments, **options)
             if not cut.fits or cut.sizes == problem.sizes:
                 break
             last = _pick_best(list(self._time(problem.recut(cut.sizes))))
@@ -339,12 +380,13 @@ def _pick_best(candidates: list[Candidate]) -> Candidate:
 # Shifting cuts: loads alone do not tell how long a schedule takes ------------------------------------------------------
 
 
-def recut(candidate: Candidate, stop: Callable[[], bool]) -> Candidate:
+def recut(candidate: Candidate, stop: Callable[[], bool], most: int = _MOST_CUTS) -> Candidate:
     """The same order on the fastest cuts that fit and that shifting leads to, from a candidate that fits."""
     problem = candidate.problem
     assert problem.profile is not None
-    cutting = Cutting(LayerRuns(problem.profile, problem.lengths), problem.placement, problem.recompute, problem.memory_limit, ())
-    best, left, tried = candidate, _MOST_CUTS, {problem.sizes}
+    runs, shape = LayerRuns(problem.profile, problem.lengths), (problem.placement, problem.recompute, problem.memory_limit, ())
+    cutting = Cutting(runs, *shape, cluster=problem.cluster)
+    best, left, tried = candidate, most, {problem.sizes}
     while left > 0 and not stop():
         todo = [sizes for sizes in _list_promising_cuts(cutting, best) if sizes not in tried][:left]
         fastest = min((best, *_list_faster(best, todo, stop)), key=lambda option: option.time_or_inf)
@@ -354,6 +396,45 @@ def recut(candidate: Candidate, stop: Callable[[], bool]) -> Candidate:
         tried.update(todo)
         best = fastest
     return best
+
+
+def reassign(candidate: Candidate, request: Request, stop: Callable[[], bool]) -> Candidate:
+    """The same order on the fastest assignment that fits and that exchanging two devices leads to, from a candidate that fits.
+
+    For each exchange the layers are cut anew, and cuts are shifted if it comes near the best. The bounds by which assignments were chosen
+    do not know the schedule.
+    """
+    problem = candidate.problem
+    best, tried = candidate, set()
+    left = max(_FEWEST_EXCHANGES, min(_MOST_EXCHANGES, _EXCHANGE_CELLS // (problem.cells * problem.placement.chunks)))
+    groups = () if request.cluster is None else request.cluster.list_groups()
+    improved = len(groups) > 1
+    while improved and left > 0 and not stop():
+        improved = False
+        for devices in list_exchanges(best.devices, groups):
+            if devices in tried or left <= 0 or stop():
+                continue
+            tried.add(devices)
+            left -= 1
+            trial = _move(best, request, devices)
+            if trial is not None and trial.fits and trial.time_or_inf < best.time_or_inf * (1 + _NEAR):
+                trial = recut(trial, stop, _FEW_CUTS)
+            if trial is not None and trial.fits and trial.time_or_inf < best.time_or_inf * (1 - _FASTER):
+                best, improved = trial, True
+                break
+    return best
+
+
+def _move(candidate: Candidate, request: Request, devices: tuple[int, ...]) -> Candidate | None:
+    """The candidate's order with other devices, and the layers cut for them; None if they cannot be cut within the limits."""
+    problem = candidate.problem
+    assert problem.profile is not None
+    assert request.cluster is not None
+    assignment, shape = Assignment(request.cluster, devices), (problem.profile, problem.placement)
+    cut = request.cut(*shape, problem.recompute, lengths=problem.lengths, assignment=assignment)
+    if not cut.fits:
+        return None
+    return candidate.retime(request.make_problem(*shape, cut.sizes, problem.recompute, problem.lengths, assignment=assignment))
 
 
 def _list_promising_cuts(cutting: Cutting, candidate: Candidate) -> list[tuple[int, ...]]:

@@ -49,7 +49,8 @@ class OffloadProblem(Problem):
         if isinstance(problem, cls):
             return problem
         values: dict[str, Any] = {item.name: getattr(problem, item.name) for item in fields(Problem)}
-        return cls(**{**values, "memory_limit": None}, device_limits=problem.limits, host_limits=request.host_limits)
+        host = request.host_limits_of(problem.assignment)
+        return cls(**{**values, "memory_limit": None}, device_limits=problem.limits, host_limits=host)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -84,7 +85,9 @@ def make_roomy_problem(candidate: Candidate, request: Request) -> tuple[Problem,
     shape = schedule.placement, schedule.microbatches
     bare = Schedule.from_rows(rows, *shape, graph=schedule.graph, name=schedule.name, slices=schedule.slices)
     values: dict[str, Any] = {item.name: getattr(problem, item.name) for item in fields(Problem)}
-    held = zip(problem.evaluate(bare).peak_memory, request.limits or problem.limits, problem.static_memory, strict=True)
+    held = zip(
+        problem.evaluate(bare).peak_memory, request.limits_of(problem.assignment) or problem.limits, problem.static_memory, strict=True
+    )
     roomy = tuple(static + _ROOMIER * (max(peak, limit) - static) for peak, limit, static in held)
     return Problem(**{**values, "memory_limit": roomy}), bare
 
@@ -97,7 +100,7 @@ def is_held_back(candidates: Sequence[Candidate], even: Sequence[Problem]) -> bo
     first = candidates[0]
     if first.verdict in (Verdict.SLOW, Verdict.REFUSED):
         return False
-    return not first.fits or all(first.sizes != problem.sizes for problem in even)
+    return not first.fits or all((first.sizes, first.devices) != (problem.sizes, problem.devices) for problem in even)
 
 
 def time_without_limit(named: NamedSchedule, profile: Profile, request: Request) -> Candidate | None:
@@ -230,7 +233,8 @@ class _Moving:
                 flags = tuple(
                     again or rank in choice.recomputed for again, rank in zip(problem.recompute, problem.placement.copies[0], strict=True)
                 )
-                problem = self.request.make_problem(problem.profile, problem.placement, problem.sizes, flags, problem.lengths)
+                options: dict[str, Any] = {"lengths": problem.lengths, "assignment": problem.assignment}
+                problem = self.request.make_problem(problem.profile, problem.placement, problem.sizes, flags, **options)
                 problem = OffloadProblem.of(problem, self.request)
             schedule = self.candidate.schedule
             if any(choice.shares):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import CostsError, FileFormatError, PlacementError, PlanError, ScheduleError
-from penstock.ir.codes import MAX_STAGES
+from penstock.ir.cluster import Cluster
 from penstock.ir.costs import Costs
 from penstock.ir.placement import Placement
 from penstock.ir.program import Program
@@ -23,6 +23,7 @@ from penstock.planner.advice import check_static_memory, make_refusal
 from penstock.planner.bounds.lower_bound import check_bound
 from penstock.planner.candidate import Candidate, Verdict, summarize_verdicts
 from penstock.planner.explore import Explorer
+from penstock.planner.partition.assignment import Assignment
 from penstock.planner.partition.slices import GRANULARITY
 from penstock.planner.partition.stage_costs import split_layers
 from penstock.planner.problem import Problem
@@ -36,6 +37,7 @@ from penstock.planner.request import (
     check_host,
     check_limits,
     check_names,
+    check_ranks,
     check_share,
     check_slices,
     choose_headroom,
@@ -78,7 +80,7 @@ class Plan:
     recompute: tuple[bool, ...]
     """Per stage, whether its forward runs again before its backward, so that it keeps only its input."""
     memory_limit: tuple[float, ...] | None
-    """Memory limit per rank, if there is one."""
+    """Memory limit per rank of the pipeline, if there is one."""
     barrier: bool
     """Whether the makespan was minimised; else the longest rank span was."""
     split: bool
@@ -101,6 +103,10 @@ class Plan:
     """The limit of each rank's activations in host memory, if there is one."""
     slice_lengths: tuple[int, ...] = ()
     """Tokens of each slice, if sequences are cut into slices."""
+    cluster: Cluster | None = None
+    """The cluster that it was made for, as it was described."""
+    devices: tuple[int, ...] = ()
+    """The device of the cluster that each rank of the pipeline is; limits, costs and timelines are in the order of the ranks."""
 
     def __post_init__(self) -> None:
         """Refuse bounds above the objective: they would be false."""
@@ -131,7 +137,8 @@ class Plan:
     def problem(self) -> Problem:
         """The problem that the schedule solves."""
         shape = self.profile, self.placement, self.microbatches, self.partition, self.recompute
-        return Problem.cut(*shape, self.memory_limit, self.barrier, self.split, self.slice_lengths)
+        assignment = None if self.cluster is None else Assignment(self.cluster, self.devices)
+        return Problem.cut(*shape, self.memory_limit, self.barrier, self.split, self.slice_lengths, assignment)
 
     @property
     def costs(self) -> Costs:
@@ -261,7 +268,8 @@ class Plan:
 def plan(
     profile: Profile,
     *,
-    ranks: int,
+    ranks: int | None = None,
+    cluster: Cluster | None = None,
     microbatches: int | None = None,
     batch: int | None = None,
     memory_limit: Limit = None,
@@ -287,9 +295,11 @@ def plan(
 ) -> Plan:
     """Find the best schedule for a model on that many ranks, within a memory limit; raises `PlanError` if nothing fits.
 
+    - `ranks`, or a `cluster` of devices of different speeds, memory and links, each of which becomes one rank: `Plan.devices` says which;
     - `microbatches` of the profile's size, or a `batch` to be cut into microbatches of the sizes that the profile was measured at, or of
       `microbatch_sizes`, scaled from the profile's numbers;
-    - `memory_limit`: one size, or one per rank, in the profile's unit or like "40GiB"; parameters, gradients and optimizer count;
+    - `memory_limit`: one size, or one per rank or device, in the profile's unit or like "40GiB"; parameters, gradients and optimizer count;
+      by default the memory of the cluster's devices;
     - `headroom`: the share of each limit that stays free; by default 5 % if the profile is an estimate, else nothing;
     - `schedules`: names of the zoo to try, and "searched" for searched orders; all by default;
     - `recompute`: whether stages may run their forward again to hold less, if the memory limit holds a schedule back;
@@ -311,12 +321,15 @@ def plan(
     """
     if not isinstance(profile, Profile):
         raise CostsError(f"a plan needs a penstock.Profile, got {type(profile).__name__}")
-    if len(profile) < check_count("ranks", ranks, most=MAX_STAGES, error=ScheduleError):
+    ranks = check_ranks(profile, ranks, cluster)
+    if len(profile) < ranks:
         raise PlacementError(
             f"{format_count(len(profile), 'layer')} are too few for {format_count(ranks, 'rank')}: each needs at least one"
         )
     profile = check_host(profile, offload, host_memory, host_bandwidth)
     free = choose_headroom(profile, headroom)
+    if memory_limit is None and cluster is not None:
+        memory_limit = cluster.memory_limit
     limits = check_limits(memory_limit, ranks)
     if limits is not None:
         limits = tuple(limit * (1 - free) for limit in limits)
@@ -336,11 +349,12 @@ def plan(
         check_share("jitter", jitter, below=1.0),
         check_share("near", near),
         rounds=None if rounds is None else check_share("rounds", rounds),
-        in_bytes=is_in_bytes(profile, memory_limit),
+        in_bytes=is_in_bytes(profile, memory_limit) or (cluster is not None and cluster.size_unit == "B"),
         headroom=0.0 if limits is None else free,
         offload=offload,
         host_limits=check_limits(host_memory, ranks, "host_memory"),
         slices=counts,
+        cluster=cluster,
         no_slices=no_slices,
         granularity=int(slice_granularity),
         tell=progress or (lambda progress: None),
@@ -380,7 +394,7 @@ def _build_plan(explorer: Explorer) -> Plan:
         schedule=winner.schedule,
         partition=problem.sizes,
         recompute=problem.recompute,
-        memory_limit=request.limits,
+        memory_limit=request.limits_of(problem.assignment),
         barrier=request.barrier,
         split=request.split,
         bounds=dict(bound.all),
@@ -391,8 +405,10 @@ def _build_plan(explorer: Explorer) -> Plan:
         chosen=winner.place,
         in_bytes=request.in_bytes,
         notes=tuple(explorer.notes),
-        host_memory_limit=request.host_limits,
+        host_memory_limit=request.host_limits_of(problem.assignment),
         slice_lengths=problem.lengths,
+        cluster=request.cluster,
+        devices=problem.devices,
     )
     plan.proof  # noqa: B018 - raises if anything is wrong with the plan, and is kept
     return plan

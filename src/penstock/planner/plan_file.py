@@ -10,6 +10,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import FileFormatError, PenstockError
+from penstock.ir.cluster import Cluster
 from penstock.ir.formats import json_form, reading
 from penstock.ir.formats.csv_form import write_whole
 from penstock.ir.schedule import Schedule
@@ -41,7 +42,12 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 """The fields that a plan is read from, with their types."""
 
 
-_OPTIONAL: dict[str, tuple[type, ...]] = {"host_memory_limit": (list, type(None)), "slice_lengths": (list,)}
+_OPTIONAL: dict[str, tuple[type, ...]] = {
+    "host_memory_limit": (list, type(None)),
+    "slice_lengths": (list,),
+    "cluster": (dict,),
+    "devices": (list,),
+}
 """Fields that some files lack."""
 
 
@@ -68,6 +74,7 @@ def encode(plan: Plan) -> dict[str, Any]:
         **{name: list(value) if isinstance(value, tuple) else value for name, value in values.items()},
         **({} if plan.host_memory_limit is None else {"host_memory_limit": list(plan.host_memory_limit)}),
         **sliced,
+        **({} if plan.cluster is None else {"devices": list(plan.devices), "cluster": plan.cluster.to_json()}),
         "profile": plan.profile.to_json(),
         "schedule": json_form.encode(plan.schedule),
         "alternatives": [candidate.to_json() for candidate in plan.alternatives],
@@ -126,6 +133,11 @@ def _decode(data: dict[str, Any], schedule: Schedule, file: str) -> Plan:
     lengths = tuple(data.get("slice_lengths", ()))
     if len(lengths) != (schedule.slices if schedule.slices > 1 else 0):
         raise FileFormatError(file, f"'slice_lengths' {list(lengths)} are not the tokens of each of {schedule.slices} slices")
+    cluster = None if "cluster" not in data else Cluster.from_json(data["cluster"])
+    devices = tuple(data.get("devices", ()))
+    wanted = set() if cluster is None else set(range(schedule.ranks))
+    if len(devices) != len(wanted) or not all(type(device) is int for device in devices) or set(devices) != wanted:
+        raise FileFormatError(file, f"'devices' {list(devices)} does not name the device of each of the {schedule.ranks} ranks once")
     return Plan(
         **{name: data[name] for name in ("name", "barrier", "split", "chosen", "in_bytes")},
         **{name: None if data[name] is None else float(data[name]) for name in ("overall_bound", "p95", "jitter")},  # type: ignore[arg-type]
@@ -139,6 +151,8 @@ def _decode(data: dict[str, Any], schedule: Schedule, file: str) -> Plan:
         notes=tuple(map(str, data["notes"])),
         host_memory_limit=check_limits(data.get("host_memory_limit"), schedule.ranks, "host_memory_limit"),
         slice_lengths=lengths,
+        cluster=cluster,
+        devices=devices,
     )
 
 

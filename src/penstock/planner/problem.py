@@ -9,10 +9,13 @@ from functools import cached_property
 import numpy as np
 
 from penstock.errors import CostsError
+from penstock.ir.cluster import Cluster
 from penstock.ir.costs import Costs
 from penstock.ir.placement import Placement
+from penstock.ir.rows import Floats
 from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
+from penstock.planner.partition.assignment import Assignment
 from penstock.planner.partition.stage_costs import sliced_stage_costs, stage_costs
 from penstock.planner.profile import Profile
 from penstock.simulator.simulate import simulate
@@ -50,6 +53,8 @@ class Problem:
     """Slices that each microbatch is cut into along the sequence."""
     lengths: tuple[int, ...] = ()
     """Tokens of each slice, if there are several and the problem was cut from a model."""
+    assignment: Assignment | None = field(default=None, compare=False, repr=False)
+    """Which device of a cluster each rank is, if the problem was cut for one."""
 
     @classmethod
     def cut(  # noqa: PLR0917
@@ -63,21 +68,26 @@ class Problem:
         barrier: bool = True,
         split: bool = True,
         lengths: tuple[int, ...] = (),
+        assignment: Assignment | None = None,
     ) -> Problem:
-        """The problem of a model that is cut into stages of these sizes, and its sequences into slices of these lengths."""
+        """The problem of a model that is cut into stages of these sizes, and its sequences into slices of these lengths.
+
+        With an `assignment`, the stages take as long as on its devices. The memory limits are those of the ranks.
+        """
+        cluster = None if assignment is None else assignment.cluster
         if lengths:
-            costs = sliced_stage_costs(profile, sizes, placement, recompute, lengths, microbatches)
+            costs = sliced_stage_costs(profile, sizes, placement, recompute, lengths, microbatches, cluster)
         else:
-            costs = stage_costs(profile, sizes, placement, recompute)
+            costs = stage_costs(profile, sizes, placement, recompute, cluster)
         slices = max(len(lengths), 1)
-        return cls(placement, microbatches, costs, memory_limit, barrier, split, profile, sizes, recompute, slices, lengths)
+        return cls(placement, microbatches, costs, memory_limit, barrier, split, profile, sizes, recompute, slices, lengths, assignment)
 
     def recut(self, sizes: tuple[int, ...], lengths: tuple[int, ...] | None = None) -> Problem:
         """The same model with other stage sizes, and with other lengths of its slices if they are given."""
         assert self.profile is not None
         lengths = self.lengths if lengths is None else lengths
         shape = self.profile, self.placement, self.microbatches, sizes, self.recompute
-        return Problem.cut(*shape, self.memory_limit, self.barrier, self.split, lengths)
+        return Problem.cut(*shape, self.memory_limit, self.barrier, self.split, lengths, self.assignment)
 
     def shorten(self, microbatches: int) -> Problem:
         """The same problem with fewer microbatches; each has the same costs, or the same slices."""
@@ -92,7 +102,7 @@ class Problem:
             raise CostsError(f"{self.microbatches} microbatches: there must be at least 1")
         if self.slices > 1 and len(self.placement.copies) > 1:
             raise CostsError(f"{self.slices} slices on a placement with {len(self.placement.copies)} copies of the model: take one copy")
-        self.costs.check(self.stages, self.units)
+        self.costs.check(self.stages, self.units, self.ranks)
         if self.memory_limit is None:
             return
         limits = tuple(float(limit) for limit in self.memory_limit)
@@ -126,7 +136,17 @@ class Problem:
     @property
     def key(self) -> tuple[object, ...]:
         """Identifies a problem among those of one request."""
-        return self.microbatch, self.placement.copies, self.sizes, self.recompute, self.lengths
+        return self.microbatch, self.placement.copies, self.sizes, self.recompute, self.lengths, self.devices
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The device of a cluster that each rank is; empty without a cluster."""
+        return () if self.assignment is None else self.assignment.devices
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """The cluster with its devices in the order of the ranks."""
+        return None if self.assignment is None else self.assignment.cluster
 
     @property
     def limits(self) -> tuple[float, ...]:
@@ -137,6 +157,20 @@ class Problem:
     def static_memory(self) -> tuple[float, ...]:
         """Memory that each rank holds all the time: the parameters of its stages."""
         return tuple(self.costs.per_rank("parameters", self.placement).tolist())
+
+    @cached_property
+    def hops(self) -> tuple[Floats, Floats]:
+        """Times of messages, by stage (row) and unit (column): from the stage before to this one, and of the gradient that goes back.
+
+        They are 0 for the first stage and within a rank.
+        """
+        shape = (self.stages, self.units)
+        ranks, sizes = self.placement.ranks_of(*np.indices(shape)), self.costs.table("output", *shape)
+        up, back = np.zeros(shape), np.zeros(shape)
+        crosses = ranks[1:] != ranks[:-1]
+        up[1:] = np.where(crosses, self.costs.travel(sizes[:-1], ranks[:-1], ranks[1:]), 0.0)
+        back[1:] = np.where(crosses, self.costs.travel(sizes[:-1], ranks[1:], ranks[:-1]), 0.0)
+        return up, back
 
     @cached_property
     def work(self) -> float:

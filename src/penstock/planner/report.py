@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
@@ -24,13 +25,22 @@ if TYPE_CHECKING:
 _SHOWN = 12
 """Candidates that are listed."""
 _WIDTH = 140
+_BUSY, _SHOWN_LANES = 0.1, 4
+"""Shared links that are listed: those that are busy for more than this share of the time, and how many of them."""
 _BAR = 20
 """Characters of a full bar."""
 
 
 def write_report(plan: Plan) -> str:
     """The plan, why it was chosen, what each rank holds, and which other candidates there were."""
-    parts = [_write_summary(plan), _explain_choice(plan), _write_stages(plan), _write_memory(plan), _write_candidates(plan)]
+    parts = [
+        _write_summary(plan),
+        _explain_choice(plan),
+        _write_devices(plan),
+        _write_stages(plan),
+        _write_memory(plan),
+        _write_candidates(plan),
+    ]
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
 
 
@@ -132,6 +142,57 @@ def _label(candidate: Candidate) -> str:
 def is_sliced(plan: Plan) -> bool:
     """Whether any candidate cuts sequences into slices."""
     return any(candidate.slices > 1 for candidate in plan.alternatives)
+
+
+def _write_devices(plan: Plan) -> Iterator[str]:
+    """On a cluster, one line per rank: its device, how fast it is, and its links to the ranks that its outputs go to."""
+    cluster = plan.cluster
+    if cluster is None:
+        return
+    yield f"devices: {cluster.describe()}"
+    has_nodes = len(cluster.nodes) > 1
+    rows: list[tuple[str, ...]] = [("rank", "device", "name", *(["node"] if has_nodes else []), "speed", "layers", "sends to")]
+    receivers: dict[int, dict[int, None]] = {rank: {} for rank in range(plan.placement.ranks)}
+    for copy in plan.placement.copies:
+        for source, target in pairwise(copy):
+            if source != target:
+                receivers[source][target] = None
+    layers = [sum(plan.partition[stage] for stage in plan.placement.stages_of(rank)) for rank in range(plan.placement.ranks)]
+    for rank, number in enumerate(plan.devices):
+        device, links = cluster.devices[number], [_describe_link(plan, rank, other) for other in receivers[rank]]
+        node = [device.node or "-"] if has_nodes else []
+        rows.append(
+            (str(rank), str(number), device.name or "-", *node, device.speeds.describe(), str(layers[rank]), ", ".join(links) or "-")
+        )
+    yield from format_table(rows, left=(2, len(rows[0]) - 1), indent="  ")
+    yield from (f"  {line}" for line in _describe_busy_lanes(plan))
+
+
+def _describe_link(plan: Plan, source: int, target: int) -> str:
+    """`rank 1 (10 us, 50GiB per s)`: the latency and bandwidth of a link."""
+    latency, bandwidth = plan.costs.latency, plan.costs.bandwidth
+    time = latency[source][target] if isinstance(latency, tuple) else latency
+    rate = bandwidth[source][target] if isinstance(bandwidth, tuple) else bandwidth
+    carries = "" if rate is None else f", {plan.units.size(rate)} per {plan.units.time_unit or 'unit of time'}"
+    return f"rank {target} ({plan.units.time(time)}{carries})"
+
+
+def _describe_busy_lanes(plan: Plan) -> Iterator[str]:
+    """The links that several pairs of ranks share and that are busy for more than a tenth of the time, the busiest first."""
+    timeline, lanes = plan.predicted, plan.costs.lanes
+    if lanes is None or not timeline.makespan:
+        return
+    busy: dict[int, float] = defaultdict(float)
+    users: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    for transfer in timeline.transfers():
+        for lane in set(lanes[transfer.source][transfer.target]):
+            busy[lane] += (transfer.end - transfer.start) / timeline.makespan
+            users[lane].add((transfer.source, transfer.target))
+    # A card's way out and another's way in may carry the same messages.
+    shares = {tuple(sorted(users[lane])): share for lane, share in busy.items() if len(users[lane]) > 1 and share > _BUSY}
+    for pairs, share in sorted(shares.items(), key=lambda item: -item[1])[:_SHOWN_LANES]:
+        listed = ", ".join(f"{source} to {target}" for source, target in pairs)
+        yield f"the link shared by messages from rank {listed} is busy {share:.0%} of the time"
 
 
 def _write_stages(plan: Plan) -> Iterator[str]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
 
 from penstock.errors import CostsError, ScheduleError, UnknownNameError, nearest
-from penstock.ir.codes import MAX_MICROBATCHES
+from penstock.ir.cluster import Cluster
+from penstock.ir.codes import MAX_MICROBATCHES, MAX_STAGES
 from penstock.ir.placement import Placement
+from penstock.planner.bounds.lower_bound import lower_bound
+from penstock.planner.partition.assignment import Assignment, OrderScores, find_orders, list_memory_orders
 from penstock.planner.partition.cut import LayerCut, cut_layers
 from penstock.planner.partition.layer_runs import PeakMoment
 from penstock.planner.partition.slices import GRANULARITY, choose_lengths, list_edges, split_equal_time, split_equally
@@ -35,6 +40,15 @@ MOST_SLICES = 16
 """Slices per sequence that are tried by default: 2, 4 and so on up to this many."""
 LEAST_TOKENS = 4096
 """Tokens per slice on average by default: with fewer, a device may be less busy than its profile says."""
+
+_MOST_BOUNDED, _FEWEST_ORDERS = 24, 2
+"""Orders of a cluster's devices that are bounded for one placement, and the fewest that schedules are timed on."""
+_ORDER_CELLS = 3_000
+"""Cells (stages times microbatches) of the orders that schedules are timed on, all together, times the chunks per rank."""
+_MOST_SETTINGS = 400
+"""Partitions times assignments of a small model that are all bounded before orders are searched."""
+_BOUNDED_CELLS = 10_000
+"""Orders with more cells are not bounded: their scores decide."""
 
 Limit = float | str | Sequence[float | str] | None
 
@@ -83,6 +97,8 @@ class Request:
     """The limit of each rank's activations there."""
     slices: tuple[int, ...] = (1,)
     """Numbers of slices per sequence to try."""
+    cluster: Cluster | None = None
+    """The devices, if they differ; limits are then those of its devices, in its order."""
     no_slices: str = NO_SLICES
     """Why sequences are not cut, if they are not."""
     granularity: int = GRANULARITY
@@ -93,6 +109,7 @@ class Request:
     """Called with each `Candidate` as it is made."""
     _partitions: dict[object, LayerCut] = field(default_factory=dict, init=False, compare=False, repr=False)
     _problems: dict[object, Problem] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _assignments: dict[object, list[Assignment]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def searches(self) -> bool:
@@ -119,13 +136,53 @@ class Request:
         slack: float = 0.0,
         lengths: tuple[int, ...] = (),
         moves: bool = False,
+        assignment: Assignment | None = None,
     ) -> LayerCut:
         """The best partition of the layers, within the limits at these moments; with `moves`, if activations may be moved to the host."""
-        key = (profile.microbatch, placement.copies, recompute, tuple(moments), slack, lengths, moves)
+        devices = None if assignment is None else assignment.devices
+        key = (profile.microbatch, placement.copies, recompute, tuple(moments), slack, lengths, moves, devices)
         if key not in self._partitions:
-            options: dict[str, Any] = {"limits": self.limits, "moments": moments, "slack": slack, "lengths": lengths, "moves": moves}
+            options: dict[str, Any] = {"moments": moments, "slack": slack, "lengths": lengths, "moves": moves}
+            options |= {"limits": self.limits_of(assignment), "cluster": None if assignment is None else assignment.cluster}
             self._partitions[key] = cut_layers(profile, placement, recompute=recompute, **options)
         return self._partitions[key]
+
+    def limits_of(self, assignment: Assignment | None) -> tuple[float, ...] | None:
+        """The memory limit of each rank."""
+        return self.limits if self.limits is None or assignment is None else assignment.arrange(self.limits)
+
+    def host_limits_of(self, assignment: Assignment | None) -> tuple[float, ...] | None:
+        """The limit of each rank's activations in host memory."""
+        return self.host_limits if self.host_limits is None or assignment is None else assignment.arrange(self.host_limits)
+
+    def list_assignments(self, profile: Profile, placement: Placement, slices: int = 1) -> Sequence[Assignment | None]:
+        """The most promising orders of the cluster's devices, the best first; only None without a cluster.
+
+        Their number depends on how long it takes to time them. Of devices with different memory, the largest first is among them.
+        """
+        if self.cluster is None:
+            return [None]
+        key = profile.microbatch, placement.copies, slices
+        if key not in self._assignments:
+            self._assignments[key] = self._find_assignments(self.cluster, profile, placement, slices)
+        return self._assignments[key]
+
+    def _find_assignments(self, cluster: Cluster, profile: Profile, placement: Placement, slices: int) -> list[Assignment]:
+        lengths, cells = self.guess_lengths(profile, slices), placement.stages * self.count_microbatches(profile) * slices
+        scores = OrderScores(profile, placement, cluster, self.count_microbatches(profile), self.limits, lengths)
+        kept = max(_FEWEST_ORDERS, min(_MOST_BOUNDED, _ORDER_CELLS // (cells * placement.chunks)))  # cuts of many chunks take long too
+        wanted = [Assignment(cluster, order) for order in find_orders(scores, min(2 * kept, _MOST_BOUNDED))]
+        if len(wanted) > kept and cells <= _BOUNDED_CELLS:
+            whole = (False,) * placement.stages
+
+            def bound(assignment: Assignment) -> float:
+                cut = self.cut(profile, placement, whole, lengths=lengths, assignment=assignment)
+                problem = self.make_problem(profile, placement, cut.sizes, whole, lengths, assignment=assignment)
+                return lower_bound(problem).value if cut.fits else math.inf
+
+            wanted.sort(key=bound)
+        by_memory = [Assignment(cluster, order) for order in list_memory_orders(scores)]
+        return list(dict.fromkeys([*wanted[:kept], *by_memory]))
 
     def make_problem(
         self,
@@ -134,12 +191,14 @@ class Request:
         sizes: tuple[int, ...],
         recompute: tuple[bool, ...],
         lengths: tuple[int, ...] = (),
+        *,
+        assignment: Assignment | None = None,
     ) -> Problem:
-        key = (profile.microbatch, placement, sizes, recompute, lengths)
+        key = (profile.microbatch, placement, sizes, recompute, lengths, None if assignment is None else assignment.devices)
         if key not in self._problems:
             count = self.count_microbatches(profile)
             shape = profile, placement, count, sizes, recompute
-            self._problems[key] = Problem.cut(*shape, self.limits, self.barrier, self.split, lengths)
+            self._problems[key] = Problem.cut(*shape, self.limits_of(assignment), self.barrier, self.split, lengths, assignment)
         return self._problems[key]
 
     def make_problems(
@@ -148,16 +207,33 @@ class Request:
         """One problem with the least load, and one with more even stages if there is one; none if no partition fits.
 
         With slices, each with the lengths that suit its slowest rank, and with equal lengths. The loads do not depend on the lengths.
-        With `moves`, partitions count as fitting if they do with activations on the host.
+        With `moves`, partitions count as fitting if they do with activations on the host. On a cluster, all that for each of the
+        assignments to try.
         """
         first = self.guess_lengths(profile, slices)
-        cuts = [self.cut(profile, placement, recompute, slack=slack, lengths=first, moves=moves) for slack in SLACKS]
-        fitting = dict.fromkeys(cut.sizes for cut in cuts if cut.fits)
-        return [
-            self.make_problem(profile, placement, sizes, recompute, lengths)
-            for sizes in fitting
-            for lengths in self._list_lengths(profile, placement, sizes, recompute, slices)
-        ]
+        problems = []
+        for assignment in self.list_assignments(profile, placement, slices):
+            options: dict[str, Any] = {"lengths": first, "moves": moves, "assignment": assignment}
+            cuts = [self.cut(profile, placement, recompute, slack=slack, **options) for slack in SLACKS]
+            for sizes in dict.fromkeys(cut.sizes for cut in cuts if cut.fits):
+                problems += [
+                    self.make_problem(profile, placement, sizes, recompute, lengths, assignment=assignment)
+                    for lengths in self._list_lengths(profile, placement, sizes, recompute, slices, assignment)
+                ]
+        return problems
+
+    def list_every_cut(self, profile: Profile, placement: Placement, recompute: tuple[bool, ...]) -> Iterator[Problem]:
+        """On a cluster, every partition with each of the assignments to try; nothing if there are many.
+
+        With few layers, the least load alone is a poor guide: how long the pipeline takes to fill depends on where its slow devices are.
+        """
+        assignments, layers = self.list_assignments(profile, placement), len(profile)
+        if self.cluster is None or len(assignments) * math.comb(layers - 1, placement.stages - 1) > _MOST_SETTINGS:
+            return
+        for inner in combinations(range(1, layers), placement.stages - 1):
+            sizes = tuple(last - first for first, last in pairwise((0, *inner, layers)))
+            for assignment in assignments:
+                yield self.make_problem(profile, placement, sizes, recompute, assignment=assignment)
 
     def guess_lengths(self, profile: Profile, slices: int) -> tuple[int, ...]:
         """Slices of equal times for the model as a whole; nothing for whole sequences."""
@@ -166,8 +242,14 @@ class Request:
         every = (True,) * len(profile)
         return split_equal_time(sum_slice_times(profile, every), profile.tokens, slices, self.granularity)
 
-    def _list_lengths(
-        self, profile: Profile, placement: Placement, sizes: tuple[int, ...], recompute: tuple[bool, ...], slices: int
+    def _list_lengths(  # noqa: PLR0917
+        self,
+        profile: Profile,
+        placement: Placement,
+        sizes: tuple[int, ...],
+        recompute: tuple[bool, ...],
+        slices: int,
+        assignment: Assignment | None,
     ) -> list[tuple[int, ...]]:
         """The lengths to try with a partition: the best for its slowest rank, and equal ones."""
         if slices == 1 or profile.tokens is None:
@@ -177,10 +259,27 @@ class Request:
         for rank in range(placement.ranks):
             own = placement.stages_of(rank)
             chosen = tuple(stage in own for stage in stage_of_layer)
-            of_ranks.append(sum_slice_times(profile, chosen, tuple(recompute[stage] for stage in stage_of_layer)))
+            own_profile = profile if assignment is None else profile.on(assignment.cluster.devices[rank])
+            of_ranks.append(sum_slice_times(own_profile, chosen, tuple(recompute[stage] for stage in stage_of_layer)))
         slowest = max(of_ranks, key=lambda time: time.at(profile.tokens, 0))
         best = choose_lengths(slowest, profile.tokens, slices, placement.ranks, self.granularity)
         return list(dict.fromkeys((best, split_equally(profile.tokens, slices, self.granularity))))
+
+
+def check_ranks(profile: Profile, ranks: int | None, cluster: Cluster | None) -> int:
+    """How many ranks there are, from one of the two; and whether the cluster is one for the profile."""
+    if cluster is None:
+        return check_count("ranks", ranks, most=MAX_STAGES, error=ScheduleError)
+    if not isinstance(cluster, Cluster):
+        raise CostsError(f"cluster must be a penstock.Cluster, got {type(cluster).__name__}")
+    if ranks is not None:
+        cluster.check_ranks(check_count("ranks", ranks, most=MAX_STAGES, error=ScheduleError))
+    for device in cluster.devices:
+        profile.check_speeds(device)
+    for name, own, other in (("times", profile.time_unit, cluster.time_unit), ("sizes", profile.size_unit, cluster.size_unit)):
+        if own and other and own != other:
+            raise CostsError(f"the profile's {name} are in {own}, the cluster's in {other}: give both in one unit")
+    return len(cluster)
 
 
 def check_batch(

@@ -114,7 +114,8 @@ class Pipeline:
 
     - `model`: a whole module (with `split`), a causal language model from transformers (see `HuggingFace`), a list with one module per
       stage, or a mapping with this rank's stages. A module of a list or mapping that returns a tuple passes several arguments on;
-    - `plan`: a plan, schedule or program; `schedule=` takes the same, or a name together with `microbatches=`;
+    - `plan`: a plan, schedule or program; `schedule=` takes the same, or a name together with `microbatches=`. A plan for a cluster says
+      which rank of the group, its `devices`, becomes which rank of the pipeline: device k of the cluster is rank k of the group;
     - `loss_fn(output, target)` or `loss_fn(output)`. The losses of microbatches are summed, weighted by `loss_reduction` (`mean` by batch
       elements, or `sum`) or by `weight(target)`. Without a loss function the last stage's output is the loss;
     - `batch_dims`, `target_dims`, `kwarg_dims`: the batch dimension of the inputs, the target and the stages' keyword arguments
@@ -203,7 +204,8 @@ class Pipeline:
         self._plan: Any = plan if schedule is None else schedule
         self.deadline = ranks.deadline
         self.group: Group
-        self.group, self.rank, self.grid = find_group(ranks.group, ranks.mesh, ranks.transport)
+        devices = getattr(self._plan, "devices", ())  # of a plan for a cluster
+        self.group, self.rank, self.grid = find_group(ranks.group, ranks.mesh, ranks.transport, devices)
         self.number = self.group.number_pipeline(self.rank)
         self.offload = run.offload
         self.table = add_moves(find_table(self._plan, self.group.ranks, microbatches), self.offload)
@@ -243,9 +245,7 @@ class Pipeline:
         self.shared, self.statistics = self._share_state()
         self._buffers = BufferBackup()
         self._meter = StepMeter(self._callbacks, self.rank) if measures else None
-        if self.grid is not None and goes_on and self.data.has_shards:
-            ranks.refuse_shards(self.grid)
-        self._allow_losses(goes_on, returns)
+        self._allow_losses(ranks, goes_on, returns)
         if self.shared.one_object:  # ranks that share parameters take turns on a device too
             use_stream(self.gather("stream", get_current_stream())[0])
         if graphs:
@@ -450,7 +450,7 @@ class Pipeline:
 
     # Losses of ranks --------------------------------------------------------------------------------------------------
 
-    def _allow_losses(self, goes_on: bool, returns: bool) -> None:
+    def _allow_losses(self, options: GroupOptions, goes_on: bool, returns: bool) -> None:
         """Prepare for losses of ranks, if the others go on; `returns` says that this process takes the place of a lost one."""
         self.recovery: Recovery | None = None
         """Makes calls again when ranks are lost, if the others go on without them."""
@@ -461,6 +461,8 @@ class Pipeline:
         self._before_postponed: GradientBackup | None = None
         """The gradients before these steps."""
         if self.grid is not None and goes_on:
+            if self.data.has_shards:
+                options.refuse_shards(self.grid)
             self.recovery = Recovery(self.grid.whole, self.deadline, self._regroup)
             self.grid.whole.allow_losses()
             if returns:
@@ -835,14 +837,11 @@ class Pipeline:
         """Sum the gradients over data ranks and copies of a parameter, or leave that to a later step."""
         if finalizes:
             self.data.finish(self.shared.ids(parameters))
-            self.shared.sum_gradients(parameters, self._gather_columns, self.data.take_sum)
+            gather = self.gather if self.joint is None else self.joint.gather_columns
+            self.shared.sum_gradients(parameters, gather, self.data.take_sum)
         else:
             self.data.postpone()
             self.shared.postpone(parameters, self.gather)
-
-    def _gather_columns(self, name: str, value: Any) -> list[Any]:
-        """All-gather of what data ranks have in common, over the ranks of the pipeline."""
-        return self.gather(name, value) if self.joint is None else self.joint.gather_columns(name, value)
 
     def _note_whole_backwards(self, shares: Sequence[ResultShare]) -> None:
         """Warn of the cost if more stages than before turned out to need a whole backward."""

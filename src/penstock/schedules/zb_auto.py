@@ -13,6 +13,8 @@ from itertools import product
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from penstock.errors import ScheduleError
 from penstock.ir.codes import F, I, W
 from penstock.ir.costs import Costs
@@ -23,8 +25,10 @@ from penstock.text.units import parse_size
 def _stages(shape: Shape, costs: Costs) -> list[StageCosts]:
     names = ("f", "i", "w", "activation", "weight_stash")
     f, i, w, activation, stash = (costs.table(name, shape.ranks, shape.microbatches).tolist() for name in names)
-    hop = costs.table("output", shape.ranks, shape.microbatches) / (costs.bandwidth or float("inf")) + costs.latency
-    return [StageCosts(*of_stage) for of_stage in zip(f, i, w, hop.tolist(), activation, stash, strict=True)]
+    sizes, (rank, _) = costs.table("output", shape.ranks, shape.microbatches), np.indices((shape.ranks, shape.microbatches))
+    after = np.minimum(rank + 1, shape.ranks - 1)
+    up, back = costs.travel(sizes, rank, after).tolist(), costs.travel(sizes, after, rank).tolist()
+    return [StageCosts(*of_stage) for of_stage in zip(f, i, w, up, back, activation, stash, strict=True)]
 
 
 def _least(stages: list[StageCosts]) -> float:
@@ -105,12 +109,13 @@ AT_ONCE = 4_096
 
 @dataclass(frozen=True)
 class StageCosts:
-    """The times and sizes of each microbatch on one stage; `hop` is the time to the next stage or back."""
+    """The times and sizes of each microbatch on one stage; `up` is the time to the next stage, and `back` that of the gradient from it."""
 
     f: Sequence[float]
     i: Sequence[float]
     w: Sequence[float]
-    hop: Sequence[float]
+    up: Sequence[float]
+    back: Sequence[float]
     activation: Sequence[float]
     weight_stash: Sequence[float]
 
@@ -146,7 +151,7 @@ class RankClock:
         while self.weights < self.inputs and self.held + stage.activation[number] > self.limit:
             self.weight()
         if before is not None:
-            self.wait(before.sent[number] + before.stage.hop[number])
+            self.wait(before.sent[number] + before.stage.up[number])
         if not number:
             self.begin = self.clock
         self.clock += stage.f[number]
@@ -162,7 +167,7 @@ class RankClock:
         while self.weights < number and self.held + grows > self.limit:
             self.weight()
         if after is not None:
-            self.wait(after.returned + stage.hop[number])
+            self.wait(after.returned + stage.back[number])
         self.clock += stage.i[number]
         self.held += grows
         self.inputs += 1
@@ -278,7 +283,7 @@ def _guesses(stages: Sequence[StageCosts], microbatches: int, most: int) -> Iter
     ranks = range(len(stages))
     for depth in (1, 2):
         yield [depth * (len(stages) - 1 - rank) for rank in ranks], [depth * rank for rank in ranks]
-    turns = [fmean(stage.f) + fmean(stage.i) + 2 * fmean(stage.hop) for stage in stages]
+    turns = [fmean(stage.f) + fmean(stage.i) + fmean(stage.up) + fmean(stage.back) for stage in stages]
     ahead = [_ratio(sum(turns[rank + 1 :]), fmean(stage.f), microbatches) for rank, stage in enumerate(stages)]
     kept = [_ratio(sum(turns[:rank]), fmean(stage.w), microbatches) for rank, stage in enumerate(stages)]
     for part, later in product((most / max(ahead[0], 1), *SCALES), SCALES):

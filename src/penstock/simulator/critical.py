@@ -119,7 +119,7 @@ class _PathSearch:
         start = timeline.collective_start[node]
         if timeline.end[node] == start:
             return "action", node
-        lane = timeline.flat.graph(timeline.costs.contention, timeline.costs.host_link_shared).collective
+        lane = timeline.flat.graph(timeline.costs).collective
         before = np.flatnonzero((lane == lane[node]) & (timeline.collective_end == start))
         before = before[before != node]
         return "collective", int(before[np.argmin(timeline.collective_start[before])])

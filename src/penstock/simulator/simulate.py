@@ -49,7 +49,7 @@ def _lay_flat(table: Table) -> Flat:
 
 def _time(flat: Flat, costs: Costs, engine: str, graph: Graph | None = None, takes: Durations | None = None) -> Timeline:
     """Run the event loop; by default on the graph and the durations that follow from the costs."""
-    graph = flat.graph(costs.contention, costs.host_link_shared) if graph is None else graph
+    graph = flat.graph(costs) if graph is None else graph
     outcome = run(graph, flat.durations(costs) if takes is None else takes, costs.contention, engine)
     rows = flat.table.rows
     stopped = np.flatnonzero(outcome.reached != rows.group_offsets[1:])
@@ -97,7 +97,7 @@ def simulate_many(
     check_table(table, "simulate_many")
     costs = check_costs(costs)
     flat = _lay_flat(table)
-    graph, takes = flat.graph(costs.contention, costs.host_link_shared), flat.durations(costs)
+    graph, takes = flat.graph(costs), flat.durations(costs)
     chance = np.random.default_rng(seed)
     spread = np.sqrt(np.log1p(jitter**2))
     figures: list[tuple[float, float, float]] = []

@@ -89,7 +89,7 @@ def _read_held_by(values: list[Any], messages: int, file: str) -> NDArray[np.int
 def _read_costs(data: Any, table: Table, file: str) -> Costs:
     try:
         costs = Costs.from_json(data)
-        costs.check(table.stages, table.units)
+        costs.check(table.stages, table.units, table.ranks)
     except CostsError as error:
         raise FileFormatError(file, f"'costs': {error}") from None
     return costs

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ScheduleError
+from penstock.ir.cluster import Device
 from penstock.ir.costs import Costs
 from penstock.ir.dependencies import Needs
 from penstock.ir.formats.json_form import FORMAT
@@ -50,10 +51,14 @@ def document(
     findings: Iterable[Finding] = (),
     depends_on_costs: bool = False,
     units: tuple[str, str] = ("", ""),
+    devices: Sequence[Device] | None = None,
 ) -> Document:
-    """Describe a table for the page; one that cannot run is drawn as a grid with the findings at their places."""
+    """Describe a table for the page; one that cannot run is drawn as a grid with the findings at their places.
+
+    `devices` are those of the ranks, if they are known.
+    """
     costs = Costs() if costs is None else costs
-    costs.check(table.stages, table.units)
+    costs.check(table.stages, table.units, table.ranks)
     check_costs(costs.to_json())
     all_findings = list(findings)
     return {
@@ -75,10 +80,15 @@ def document(
         **_pack_structure(table, costs, any(all_findings)),
         "costs": costs.to_json(),
         "units": dict(zip(("time", "size"), units, strict=True)),
+        "devices": None if devices is None else [_describe_device(device) for device in devices],
         "memory_limit": list(memory_limit) if isinstance(memory_limit, Sequence) else memory_limit,
         "measured": None,
         **describe_findings(all_findings),
     }
+
+
+def _describe_device(device: Device) -> dict[str, str]:
+    return {"name": device.name, "speed": device.speeds.describe(), "node": device.node}
 
 
 def describe_findings(findings: Sequence[Finding]) -> dict[str, Any]:

@@ -185,7 +185,9 @@ def _plan_document(data: Any, name: str) -> Document:
     check_table(plan.program)
     source = {"kind": "plan", "name": plan.name, "file": name}
     units = (plan.profile.time_unit, "B" if plan.in_bytes else "")
-    return document(plan.program, plan.costs, source=source, memory_limit=_simplify_limit(plan.memory_limit), units=units)
+    devices = None if plan.cluster is None else plan.cluster.assign(plan.devices).devices
+    limit = _simplify_limit(plan.memory_limit)
+    return document(plan.program, plan.costs, source=source, memory_limit=limit, units=units, devices=devices)
 
 
 def table_document(table: Table, name: str) -> Document:

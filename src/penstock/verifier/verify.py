@@ -119,7 +119,7 @@ def _build_context(
     if outstanding is not None:
         check_count("max_outstanding_sends", outstanding, 0, error=ScheduleError)
     costs = check_costs(costs)
-    costs.check(table.stages, table.units)
+    costs.check(table.stages, table.units, table.ranks)
     limits, in_bytes = _read_limits("memory_limit", memory_limit, table.ranks)
     host_limits, host_in_bytes = _read_limits("host_memory_limit", host_memory_limit, table.ranks)
     return Context(table, semantics, costs, limits, host_limits, in_bytes=in_bytes or host_in_bytes, max_outstanding_sends=outstanding)

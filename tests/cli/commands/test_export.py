@@ -55,6 +55,23 @@ def test_lowered_and_sharded(export):
     assert made["entries"] == json.loads(json.dumps(document(ps.lower(ps.schedule("1f1b", 4, 8), fsdp=True), source={})))["entries"]
 
 
+def test_devices_of_a_cluster(export, run, tmp_path):
+    """Named in the order of the ranks, by `--cluster` and in plans."""
+    cluster = ps.Cluster([ps.Device("slow", speed=0.5, memory=9), ps.Device("fast", memory=20, node="b")], latency=0.25)
+    cluster.save(tmp_path / "cluster.toml")
+    (made,) = export("1f1b", "-m", 4, "--cluster", tmp_path / "cluster.toml")
+    names = [{"name": "slow", "speed": "0.5", "node": ""}, {"name": "fast", "speed": "1", "node": "b"}]
+    assert (made["devices"], made["memory_limit"]) == (names, [9, 20])
+    assert made["costs"] == ps.Costs(f=[2, 1], i=[2, 1], w=[2, 1], latency=0.25).to_json()
+    model = ps.Profile([ps.Layer(f=1, i=1, w=1, activation=1)] * 6)
+    plan = ps.plan(model, cluster=cluster, microbatches=4, schedules=["1f1b"], seconds=0)
+    plan.save(tmp_path / "plan.json")
+    (planned,) = export(tmp_path / "plan.json")
+    assert planned["devices"] == [names[device] for device in plan.devices]
+    refused = run("export", tmp_path / "plan.json", "--cluster", tmp_path / "cluster.toml", "-o", tmp_path / "page.html")
+    assert "--cluster is for schedules by name" in refused.err
+
+
 def test_files_of_every_kind(export, tmp_path):
     schedule = ps.schedule("1f1b", 2, 3)
     (tmp_path / "good.csv").write_text(csv_text(schedule))

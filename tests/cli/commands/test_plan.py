@@ -82,6 +82,43 @@ def test_other_commands_read_the_plan(run, profile, tmp_path):
     assert run("verify", tmp_path / "plan.json").code == 0
 
 
+CLUSTER = """
+latency = 0.5
+bandwidth = "2KiB"
+node_latency = 0.25
+
+[[devices]]
+name = "fast"
+speed = 3
+node = "a"
+
+[[devices]]
+name = "slow"
+node = "b"
+count = 2
+"""
+
+
+def test_a_cluster_is_read_from_a_file(run, profile, tmp_path):
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    args = ["--cluster", tmp_path / "cluster.toml", "-m", 6, "--seconds", 0, "--schedules", "1f1b,zbv,chimera"]
+    result = run("plan", "--profile", profile, *args, "-o", tmp_path / "plan.json")
+    assert (result.code, result.err) == (0, "")
+    cluster = ps.Cluster.load(tmp_path / "cluster.toml")
+    wanted = ps.plan(MODEL, cluster=cluster, microbatches=6, seconds=0, schedules=["1f1b", "zbv", "chimera"])
+    assert ps.Plan.load(tmp_path / "plan.json") == wanted
+    assert "devices: 3 devices (1 fast, 2 slow) in 2 nodes" in result.out
+    shown = [line.split() for line in result.out.splitlines() if re.match(r" +\d +\d +(fast|slow)", line)]
+    assert [(int(line[0]), int(line[1])) for line in shown] == list(enumerate(wanted.devices))
+    for rank, line in enumerate(shown):
+        layers = sum(wanted.partition[stage] for stage in wanted.placement.stages_of(rank))
+        assert line[2:6] == [cluster.devices[int(line[1])].name, "ab"[int(line[1]) > 0], "31"[int(line[1]) > 0], str(layers)]
+    for args, reason in ((["-p", 4], "4 ranks on a cluster of 3"), (["--latency", 1], "do not go with --cluster")):
+        refused = run("plan", "--profile", profile, "--cluster", tmp_path / "cluster.toml", "-m", 6, *args)
+        assert refused.code > 0
+        assert reason in refused.err
+
+
 def test_a_model_that_does_not_fit_is_a_finding(refused, profile, tmp_path):
     said = refused(1, "plan", "--profile", profile, "-p", 4, "-m", 8, "--memory-limit", 5, "--seconds", 0, "-o", tmp_path / "plan.json")
     assert said.startswith("no plan fits: ")

@@ -132,3 +132,28 @@ def test_slices_are_measured(run, tmp_path):
     assert ps.Profile.load(tmp_path / "p.json").tokens == 16
     result = run("profile", f"{tmp_path / 'model.py'}:convolved", *args)
     assert "slices are not known: it does not say what a slice takes on 1 Conv1d" in result.out
+
+
+@pytest.mark.slow
+def test_a_cluster_is_measured_on_processes(run, file, tmp_path):
+    """Two processes of this machine: the profile and the cluster are saved, printed, and read by the planner."""
+    args = ["--ranks", 2, "--cluster", tmp_path / "c.toml", "-o", tmp_path / "p.json", "--warmup", 0, "--repeats", 1, "--device", "cpu"]
+    result = run("profile", f"{file}:with_loss", *args)
+    assert (result.code, result.err) == (0, "")
+    cluster, profile = ps.Cluster.load(tmp_path / "c.toml"), ps.Profile.load(tmp_path / "p.json")
+    assert (len(cluster), len(profile)) == (2, 2)
+    assert cluster.devices[0].speeds.f == 1.0
+    assert (cluster.time_unit, cluster.size_unit) == ("s", "B")
+    assert all(size > 2**28 for size in cluster.memory_limit)
+    assert "cluster: 2 devices (2 cpu)" in result.out
+    assert f"saved to {tmp_path / 'c.toml'}" in result.out
+    asked = ["--profile", tmp_path / "p.json", "--cluster", tmp_path / "c.toml", "-m", 4, "--seconds", 0, "--schedules", "1f1b"]
+    planned = run("plan", *asked)
+    assert planned.code == 0
+    assert "devices: 2 devices (2 cpu)" in planned.out
+
+
+def test_a_cluster_needs_ranks(run, file, tmp_path):
+    result = run("profile", f"{file}:build", "--cluster", tmp_path / "c.toml")
+    assert result.code > 0
+    assert "the number of ranks is not known: give --ranks N, or start the ranks with torchrun" in result.err

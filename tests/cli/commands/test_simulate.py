@@ -55,6 +55,47 @@ def test_costs_from_a_file_and_per_rank(run, tmp_path):
     assert stage["peak"] == 2 * rank["peak"]
 
 
+CLUSTER = """
+latency = 0.5
+
+[[devices]]
+
+[[devices]]
+speed = 0.5
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    return tmp_path / "cluster.toml"
+
+
+def test_ranks_take_as_long_as_the_devices_of_a_cluster(run, cluster):
+    """gpipe with 3 microbatches: the slow rank computes from 1.5 to 19.5 without a break, and the last gradient takes 0.5 + 2."""
+    said = json.loads(run("simulate", "gpipe", "-m", 3, "--cluster", cluster, "--json").out)
+    assert said["makespan"] == 22
+    assert said["busy"] == [9, 18]
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (("1f1b", "-p", 4), "4 ranks on a cluster of 2 devices"),
+        (("1f1b", "--costs", "f=2,latency=1"), "--costs: leave out latency, because --cluster has the links"),
+        (("chimera", "-p", 2), "2 copies of the model on devices of different speeds"),
+        (("saved.json",), "saved.json has the costs of its own devices: give --costs"),
+    ],
+)
+def test_a_cluster_for_another_pipeline_is_refused(run, cluster, tmp_path, monkeypatch, args, reason):
+    monkeypatch.chdir(tmp_path)
+    ps.simulate(ps.schedule("1f1b", 2, 4)).save("saved.json")
+    result = run("simulate", *args, "--cluster", cluster)
+    assert result.code > 0
+    assert reason in result.err
+    assert run("simulate", "saved.json", "--costs", "f=1,i=1,w=1", "--cluster", cluster).code == 0
+
+
 @pytest.mark.parametrize("options", [("--lower",), ("--fsdp",), ("--receive", "just-in-time"), ("--receive", 2), ("--merge-backward",)])
 def test_lowers_before_timing(run, options):
     costs = ps.Costs(latency=0.25, unshard=0.5, reduce=0.5)

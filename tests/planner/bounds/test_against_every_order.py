@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, permutations, product
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.planner.bounds.lower_bound import Bound, lower_bound
 from penstock.planner.bounds.overall import OverallBound
+from penstock.planner.partition.assignment import Assignment
 from penstock.planner.problem import Problem
 from planner.every_order import EveryOrder, TooManyOrdersError
 from planner.small_problems import SMALL, TINY, best_of_all, problems
@@ -36,6 +37,17 @@ PLACEMENTS = (
 """With the most microbatches that are drawn."""
 
 
+def draw_links(chance: random.Random, ranks: int) -> dict[str, Any]:
+    """The same for all pairs of ranks, or any of two latencies and bandwidths for each pair and direction."""
+    links: dict[str, Any] = {"latency": chance.choice((0.0, 0.0, 1.0)), "bandwidth": chance.choice((None, None, 2.0))}
+    if chance.random() < 0.4:
+        links = {name: [[chance.choice(of) for _ in range(ranks)] for _ in range(ranks)] for name, of in UNEQUAL.items()}
+    return links
+
+
+UNEQUAL: dict[str, tuple[float | None, ...]] = {"latency": (0.0, 1.0, 3.0), "bandwidth": (None, 2.0, 0.5)}
+
+
 def draw_problem(chance: random.Random) -> Problem:
     """Whole times of at least 1, sizes in tenths, and a limit from what one microbatch needs to twice that."""
     placement, most = chance.choice(PLACEMENTS)
@@ -50,8 +62,7 @@ def draw_problem(chance: random.Random) -> Problem:
     activation = draw(0.5, 1.0, 2.0)
     output = [chance.choice((0.0, 0.1, 1.0, 3.0)) for _ in range(stages)]
     stash = [chance.choice((0.0, 0.5)) * size for size in activation]
-    links = {"latency": chance.choice((0.0, 0.0, 1.0)), "bandwidth": chance.choice((None, None, 2.0))}
-    costs = Costs(**times, activation=activation, output=output, weight_stash=stash, **links)
+    costs = Costs(**times, activation=activation, output=output, weight_stash=stash, **draw_links(chance, placement.ranks))
     limit = []
     for rank in range(placement.ranks):
         mine = placement.stages_of(rank)
@@ -161,16 +172,19 @@ def test_a_false_bound_stops_planning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def every_setting(profile: ps.Profile, placements: list[Placement], asked: dict[str, Any]) -> Iterator[Problem]:
-    """Every contiguous partition on every one of the placements."""
-    for placement in placements:
+    """Every contiguous partition on every one of the placements, with the devices of a cluster in every order."""
+    cluster = asked.get("cluster")
+    orders = [None] if cluster is None else [Assignment(cluster, order) for order in permutations(range(len(cluster)))]
+    for placement, assignment in product(placements, orders):
         for cuts in combinations(range(1, len(profile)), placement.stages - 1):
             sizes = tuple(last - first for first, last in pairwise((0, *cuts, len(profile))))
-            flags = (False,) * placement.stages
-            yield Problem.cut(profile, placement, 2, sizes, flags, asked["limits"], asked["barrier"], asked["split"])
+            shape = profile, placement, 2, sizes, (False,) * placement.stages
+            yield Problem.cut(*shape, asked["limits"], asked["barrier"], asked["split"], assignment=assignment)
 
 
+@pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_no_partition_is_quicker_than_the_overall_bound(seed: int) -> None:
+def test_no_partition_is_quicker_than_the_overall_bound(seed: int, uneven: bool) -> None:
     chance = random.Random(seed)
     layers = [
         ps.Layer(
@@ -185,6 +199,11 @@ def test_no_partition_is_quicker_than_the_overall_bound(seed: int) -> None:
     profile = ps.Profile(layers, latency=chance.choice((0.0, 1.0)))
     limit = chance.choice((None, 6.0, 8.0))
     asked = {"limits": None if limit is None else (limit, limit), "barrier": chance.random() < 0.7, "split": chance.random() < 0.3}
+    if uneven:
+        speeds = (0.5, 2.0, {"f": 2.0, "i": 1.0, "w": 0.25}, [1.0, 2.0, 4.0, 0.5, 1.0])
+        asked["cluster"] = ps.Cluster(
+            [ps.Device(speed=chance.choice(speeds)) for _ in range(2)], latency=[[0, chance.choice((0, 1))], [chance.choice((0, 2)), 0]]
+        )
     bound = OverallBound(profile, 2, 2, **asked).value()
     placements = [Placement.linear(2), Placement.v(2), Placement.looped(2, 2)]
     tried = 0
@@ -197,7 +216,8 @@ def test_no_partition_is_quicker_than_the_overall_bound(seed: int) -> None:
 
 
 def test_the_overall_bound_is_reached_with_even_layers() -> None:
-    """One rank has nothing to wait for: its work is the bound. Two wait for one layer at least."""
-    layers = [ps.Layer(f=1, i=1, w=1)] * 4
-    assert OverallBound(ps.Profile(layers), 3, 1).value() == 36.0
-    assert OverallBound(ps.Profile(layers), 3, 2).value() == 18.0 + 0.5
+    """One rank has nothing to wait for: its work is the bound. Of two ranks with two layers each, one waits for one layer at least."""
+    profile = ps.Profile([ps.Layer(f=1, i=1, w=1)] * 4)
+    assert OverallBound(profile, 3, 1).value() == 36.0
+    assert OverallBound(profile, 3, 2).value() == 18.0 + 1.0
+    assert EveryOrder(Problem.cut(profile, Placement.v(2), 3, (1,) * 4, (False,) * 4), 10**5).beat(19.5)[0] == 19.0

@@ -50,7 +50,7 @@ def timed(draw: st.DrawFn) -> tuple[Schedule, Costs]:
     schedule = schedule.with_graph(StageGraph.chain(schedule.stages))
     contention = draw(draws.contentions)
     amounts = draws.eighths if contention == "independent" else draws.some_eighths
-    return schedule, draw(draws.costs(schedule.stages, schedule.units, amounts, contention))
+    return schedule, draw(draws.costs(schedule, amounts, contention))
 
 
 @settings(deadline=None, max_examples=80)
@@ -225,3 +225,14 @@ def test_times_are_rounded_to_what_they_are_multiples_of() -> None:
     assert find_time_unit(Problem(Placement.linear(2), 2, Costs(f=0.3, i=1.2, w=0.6, latency=0.9))) == pytest.approx(0.3)
     assert find_time_unit(Problem(Placement.linear(2), 2, Costs(f=0.3, i=math.pi, w=0.6))) is None
     assert find_time_unit(Problem(Placement.linear(2), 2, Costs(overlap=0.5))) is None
+
+
+@pytest.mark.parametrize(
+    ("contention", "lanes", "bound"),
+    [("rank", None, 1 + 60 + 1), ("pair", None, 1 + 30 + 13), ("links", (((0, 0), (3, 4)), ((5, 3), (0, 0))), 1 + 60 + 1)],
+)
+def test_messages_on_one_link_go_one_after_the_other(contention: str, lanes: Any, bound: float) -> None:
+    """Three messages there and three back of 10 each, after one forward and before one gradient; each way has its own link with `pair`."""
+    problem = Problem(Placement.linear(2), 3, Costs(f=1.0, i=1.0, w=1.0, latency=10.0, contention=contention, lanes=lanes))
+    assert lower_bound(problem).all["links"] == bound
+    assert lower_bound(problem).value <= problem.objective(problem.evaluate(ps.schedule("zb-h1", 2, 3)))

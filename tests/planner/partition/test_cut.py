@@ -35,15 +35,26 @@ PLACEMENTS = [
 class Reference:
     """What a partition gives the ranks, layer by layer and in so many words."""
 
-    def __init__(self, profile: ps.Profile, placement: ps.Placement, recompute: list[bool], moments: list[PeakMoment]) -> None:
+    def __init__(
+        self,
+        profile: ps.Profile,
+        placement: ps.Placement,
+        recompute: list[bool],
+        moments: list[PeakMoment],
+        cluster: ps.Cluster | None = None,
+    ) -> None:
         self.profile, self.placement, self.recompute, self.moments = profile, placement, recompute, moments
+        devices = [ps.Device()] * placement.ranks if cluster is None else cluster.devices
+        self.speeds = [device.speeds for device in devices]
 
     def load(self, cuts: tuple[int, ...]) -> float:
         spent = [0.0] * self.placement.ranks
         for copy in self.placement.copies:
             for stage, rank in enumerate(copy):
                 for layer in self.profile.layers[cuts[stage] : cuts[stage + 1]]:
-                    spent[rank] += (layer.f + layer.i + layer.w + self.recompute[stage] * layer.f) / len(self.placement.copies)
+                    speeds = self.speeds[rank]
+                    taken = layer.f / speeds.f + layer.i / speeds.i + layer.w / speeds.w + self.recompute[stage] * layer.f / speeds.f
+                    spent[rank] += taken / len(self.placement.copies)
         return max(spent)
 
     def held(self, cuts: tuple[int, ...], moment: PeakMoment) -> float:
@@ -81,6 +92,16 @@ def moments_for(draw: st.DrawFn, placement: ps.Placement) -> list[PeakMoment]:
     return made
 
 
+speeds = st.sampled_from((1.0, 0.5, 3.0, {"f": 1.0, "i": 2.0, "w": 0.25}))
+
+
+def draw_cluster(draw: st.DrawFn, placement: ps.Placement) -> ps.Cluster | None:
+    """Devices of different speeds, or None; always None for two copies of the model."""
+    if len(placement.copies) > 1 or draw(st.booleans()):
+        return None
+    return ps.Cluster([ps.Device(speed=draw(speeds)) for _ in range(placement.ranks)])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("everything", [True, False], ids=["all-cuts", "no-short-cut"])
 @given(data=st.data())
@@ -89,13 +110,13 @@ def test_no_cut_is_better(everything: bool, data: st.DataObject) -> None:
     placement = data.draw(st.sampled_from(PLACEMENTS))
     profile = data.draw(models().filter(lambda model: len(model) >= placement.stages))
     recompute = data.draw(st.lists(st.booleans(), min_size=placement.stages, max_size=placement.stages))
-    moments = moments_for(data.draw, placement)
+    moments, cluster = moments_for(data.draw, placement), draw_cluster(data.draw, placement)
     limits = data.draw(st.none() | st.lists(st.integers(0, 150).map(float), min_size=placement.ranks, max_size=placement.ranks))
     with pytest.MonkeyPatch.context() as patch:
         if not everything:
             patch.setattr(cut, "FEW", 0)
-        found = cut_layers(profile, placement, recompute=recompute, limits=limits, moments=moments)
-    reference = Reference(profile, placement, recompute, moments)
+        found = cut_layers(profile, placement, recompute=recompute, limits=limits, moments=moments, cluster=cluster)
+    reference = Reference(profile, placement, recompute, moments, cluster)
     cuts = (0, *np.cumsum(found.sizes).tolist())
     assert len(found.sizes) == placement.stages
     assert min(found.sizes) >= 1
@@ -118,10 +139,11 @@ def test_no_cut_is_better(everything: bool, data: st.DataObject) -> None:
 @given(data=st.data())
 def test_mirrored_stages_are_exact_without_trying_everything(placement: ps.Placement, data: st.DataObject) -> None:
     profile = data.draw(models(10).filter(lambda model: len(model) >= placement.stages))
+    cluster = draw_cluster(data.draw, placement)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cut, "FEW", 0)
-        found = cut_layers(profile, placement)
-    reference = Reference(profile, placement, [False] * placement.stages, [])
+        found = cut_layers(profile, placement, cluster=cluster)
+    reference = Reference(profile, placement, [False] * placement.stages, [], cluster)
     assert found.exact
     assert found.load == pytest.approx(min(map(reference.load, reference.all_cuts())))
 

@@ -22,6 +22,31 @@ def test_a_stage_costs_what_its_layers_do():
     )
 
 
+def test_a_stage_takes_as_long_as_on_its_device():
+    """Stages 0 and 3 are on rank 0, 1 and 2 on rank 1; a second forward runs at the speed of forwards."""
+    profile = ps.Profile([A, B, C, A], latency=9)
+    cluster = ps.Cluster([ps.Device(speed=2), ps.Device(speed={"f": 0.5, "i": 1, "w": 4})], latency=[[0, 1], [2, 0]], bandwidth=5)
+    costs = stage_costs(profile, (1, 1, 1, 1), ps.Placement.v(2), (False, True, False, False), cluster)
+    assert (costs.f, costs.i, costs.w) == ((0.5, 4, 8, 0.5), (1, 1 + 4, 4, 1), (1.5, 0, 1, 1.5))
+    assert (costs.latency, costs.bandwidth) == (((0, 1), (2, 0)), 5)
+    assert costs.activation == (10, 2, 6, 10)
+
+
+def test_speeds_may_be_those_of_each_layer():
+    """What was measured on a device is what it takes there."""
+    profile = ps.Profile([A, B, C])
+    measured = ps.Profile([ps.Layer(f=3, i=3, w=1), ps.Layer(f=1, i=4, w=0), ps.Layer(f=8, i=1, w=2)])
+    device = ps.Device(speed=profile.compare_speeds(measured))
+    for own, wanted in zip(profile.on(device).layers, measured.layers, strict=True):
+        assert (own.f, own.i, own.w) == pytest.approx((wanted.f, wanted.i, wanted.w))
+    costs = stage_costs(profile, (2, 1), ps.Placement.linear(2), (False, False), ps.Cluster([device, ps.Device()]))
+    assert costs.f == pytest.approx((4, 4))
+    with pytest.raises(ps.PenstockError, match="speeds for 3 layers, but the model has 2"):
+        ps.Profile([A, B]).on(device)
+    with pytest.raises(ps.PenstockError, match=r"2 layers .* and of 3 layers .* cannot be compared"):
+        ps.Profile([A, B]).compare_speeds(measured)
+
+
 def test_recompute_runs_the_forward_again_and_keeps_the_input():
     profile = ps.Profile([A, B, C], input=1)
     placement = ps.Placement.linear(2)
@@ -52,8 +77,9 @@ def test_stages_on_slices_cost_what_each_slice_costs_as_a_microbatch(seed):
     chance = np.random.default_rng(seed)
     profile, placement, lengths = random_model(chance, layers=7), ps.schedule("zbv", 2, 1).placement, random_lengths(chance, 96, 3)
     sizes, recompute = (2, 1, 3, 1), tuple((chance.uniform(size=4) < 0.5).tolist())
-    costs = sliced_stage_costs(profile, sizes, placement, recompute, lengths, microbatches=2)
-    parts = [stage_costs(part, sizes, placement, recompute) for part in profile.cut_sequence(lengths)]
+    cluster = ps.Cluster([ps.Device(speed=2), ps.Device(speed={"f": 0.5, "i": 1, "w": 3})]) if seed % 2 else None
+    costs = sliced_stage_costs(profile, sizes, placement, recompute, lengths, microbatches=2, cluster=cluster)
+    parts = [stage_costs(part, sizes, placement, recompute, cluster) for part in profile.cut_sequence(lengths)]
     for name in ("f", "i", "w", "activation", "weight_stash", "kept", "output"):
         for stage in range(4):
             values = [costs.of_stage(name, stage, unit) for unit in range(6)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 import time
@@ -204,6 +205,8 @@ class Driver:
     def __init__(self, count: int) -> None:
         self.count, self.streams = count, itertools.count(100)
         self.contexts: list[int] = []
+        self.start, self.resources, self.counts = 0, [], []
+        """Where the resources of the last split begin; and the first resource of each description, and their number."""
 
     def cuDeviceGet(self, number: Any, device: int) -> int:
         return 0
@@ -214,13 +217,16 @@ class Driver:
         return 0
 
     def cuDevSmResourceSplitByCount(self, cut: Any, found: Any, whole: Any, rest: Any, flags: int, least: int) -> int:
-        each = -(-least // 8) * 8
+        self.start, each = ctypes.addressof(cut), -(-least // 8) * 8
         found._obj.value = min(found._obj.value, self.count // each)
         for part in range(found._obj.value):
             self._write(cut, part, each)
         return 0
 
     def cuDevResourceGenerateDesc(self, described: Any, resource: Any, count: int) -> int:
+        first = ctypes.cast(resource, ctypes.c_void_p).value or 0
+        self.resources.append((first - self.start) // 144)
+        self.counts.append(count)
         return 0
 
     def cuGreenCtxCreate(self, context: Any, described: Any, device: Any, flags: int) -> int:
@@ -245,22 +251,48 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 @pytest.mark.usefixtures("driver")
 def test_multiprocessors_are_divided_among_ranks() -> None:
-    assert streams.split_multiprocessors(4, 32, 0) == (100, 101, 102, 103)
-    assert streams.split_multiprocessors(4, 32, 0) == (100, 101, 102, 103)  # once for all
+    assert streams.split_multiprocessors((32,) * 4, 0) == (100, 101, 102, 103)
+    assert streams.split_multiprocessors((32,) * 4, 0) == (100, 101, 102, 103)  # once for all
     with pytest.raises(ScheduleError, match="5 parts of 32 multiprocessors, but the device has 132"):
-        streams.split_multiprocessors(5, 32, 0)
-    with pytest.raises(ScheduleError, match=r"parts of \[32, 32\] multiprocessors, but 2 parts of 30"):
-        streams.split_multiprocessors(2, 30, 0)
+        streams.split_multiprocessors((32,) * 5, 0)
+    with pytest.raises(ScheduleError, match=r"units of \[32, 32\] multiprocessors, but 2 parts of 30 multiprocessors need 2 units of 30"):
+        streams.split_multiprocessors((30, 30), 0)
+
+
+def test_ranks_may_get_different_numbers_of_multiprocessors(driver: Driver) -> None:
+    """Seven units of 16: each part is made of its own units, in a row."""
+    assert streams.split_multiprocessors((48, 16, 32, 16), 0) == (100, 101, 102, 103)
+    assert list(zip(driver.resources, driver.counts, strict=True)) == [(0, 3), (3, 1), (4, 2), (6, 1)]
+    with pytest.raises(ScheduleError, match="2 parts of 128, 16 multiprocessors, but the device has 132"):
+        streams.split_multiprocessors((128, 16), 0)
+    with pytest.raises(ScheduleError, match=r"units of \[8, 8, 8\] multiprocessors, but 2 parts of 8, 4 multiprocessors need 3 units of 4"):
+        streams.split_multiprocessors((8, 4), 0)
+
+
+@pytest.mark.parametrize(
+    ("sms", "reason"),
+    [
+        ([8, 8, 8], "sms has 3 values for 2 ranks: give one number, or one per rank"),
+        ([8, 0], "sms must be a whole number of at least 1, got 0"),
+        ([8, 1.5], "sms must be a whole number of at least 1, got 1.5"),
+        (0, "sms must be a whole number of at least 1, got 0"),
+        ([16, 8], r"sms=\[16, 8\]: there is no GPU to split"),
+    ],
+)
+def test_wrong_numbers_of_multiprocessors_are_refused(sms: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ScheduleError, match=reason):
+        launch(lambda: None, ranks=2, sms=sms)
 
 
 def test_an_unsuitable_driver_is_an_error(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Driver, "cuGreenCtxCreate", lambda *_: 801)
     with pytest.raises(ScheduleError, match="answered cuGreenCtxCreate with error 801"):
-        streams.split_multiprocessors(2, 8, 0)
+        streams.split_multiprocessors((8, 8), 0)
     monkeypatch.delattr(Driver, "cuGreenCtxStreamCreate")
     monkeypatch.setattr(Driver, "cuGreenCtxCreate", lambda *_: 0)
     with pytest.raises(ScheduleError, match=r"no cuGreenCtxStreamCreate: .* CUDA 12.4"):
-        streams.split_multiprocessors(2, 8, 0)
+        streams.split_multiprocessors((8, 8), 0)
 
 
 def test_backwards_run_on_the_thread_of_their_rank() -> None:

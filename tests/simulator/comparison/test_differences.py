@@ -41,7 +41,7 @@ def laid(table: Table, one: Costs, other: Costs, **options: float) -> Difference
 def pairs(draw: st.DrawFn, of: st.SearchStrategy[Table] = tables) -> Pair:
     """A table and two costs, as different as they can be."""
     table = draw(of)
-    return table, *(draw(costs(table.stages, table.units)) for _ in range(2))
+    return table, *(draw(costs(table)) for _ in range(2))
 
 
 def ends(timeline: Timeline) -> dict[tuple[int, str], float]:

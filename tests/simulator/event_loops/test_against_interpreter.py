@@ -95,7 +95,7 @@ def test_equal_with_copies_to_the_host(case: tuple[Table, Costs]) -> None:
 
 @given(tables, st.integers(0, 2**32), contentions)
 def test_equal_with_real_numbers(table: Table, seed: int, contention: str) -> None:
-    compare(table, real_costs(table.stages, table.units, Random(seed), contention))
+    compare(table, real_costs(table, Random(seed), contention))
 
 
 @settings(max_examples=100)

@@ -42,7 +42,7 @@ def test_copies_to_the_host_too(case: tuple[Table, Costs]) -> None:
 
 @given(tables, st.integers(0, 2**32), contentions)
 def test_also_with_numbers_that_do_not_add_up_exactly(table: Table, seed: int, contention: str) -> None:
-    case = table, real_costs(table.stages, table.units, Random(seed), contention)
+    case = table, real_costs(table, Random(seed), contention)
     run(case)
     same(ps.simulate(*case, engine="plain"), ps.simulate(*case, engine="compiled"))
 
@@ -55,7 +55,7 @@ def test_an_engine_that_is_none_is_refused() -> None:
 @given(timed(), st.data())
 def test_retiming_is_simulating_anew(case: tuple[Table, Costs], data: st.DataObject) -> None:
     table, before = case
-    now = data.draw(costs(table.stages, table.units, some_eighths, data.draw(contentions)))
+    now = data.draw(costs(table, some_eighths, data.draw(contentions)))
     timeline = ps.retime(run((table, before)), now)
     same(timeline, ps.simulate(table, now))
     assert timeline.table is table

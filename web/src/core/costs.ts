@@ -1,4 +1,4 @@
-import type { Costs, PerAction, PerStage } from "./types.ts";
+import type { Costs, PerAction, PerLink, PerStage } from "./types.ts";
 
 export class CostsError extends Error {}
 
@@ -16,6 +16,7 @@ const DEFAULTS: Costs = {
   output: 0,
   bandwidth: null,
   contention: "independent",
+  lanes: null,
   parameters: 0,
   shard: 0,
   unshard: 0,
@@ -67,6 +68,13 @@ export function backward(costs: Costs, stages: number, units: number): Float64Ar
   if (costs.b !== null) return perAction(costs.b, stages, units, "b");
   const [i, w] = [perAction(costs.i, stages, units, "i"), perAction(costs.w, stages, units, "w")];
   return i.map((value, at) => value + w[at]);
+}
+
+/** The value of the link from one rank to another. */
+export function perLink<Value extends number | null>(value: PerLink<Value>, ranks: number, name: string): (from: number, to: number) => Value {
+  if (!Array.isArray(value)) return () => value;
+  if (value.length !== ranks) throw wrong(name, value.length, ranks, "ranks");
+  return (from, to) => value[from][to];
 }
 
 function wrong(name: string, got: number, wanted: number, what: string): CostsError {

@@ -1,6 +1,6 @@
 import { fullCosts } from "./costs.ts";
 import { optimizerOf } from "./figures.ts";
-import type { Channel, Costs, Entries, Finding, Graph, Messages, Source, TableInfo, Timing, View } from "./types.ts";
+import type { Channel, Costs, Device, Entries, Finding, Graph, Messages, Source, TableInfo, Timing, View } from "./types.ts";
 
 export class DocumentError extends Error {}
 
@@ -42,6 +42,7 @@ export function readDocument(data: unknown): View {
     costs: fullCosts(object(json.costs, "costs") as Partial<Costs>),
     units: { time: "", size: "", ...(json.units as object | undefined) },
     memoryLimit: (json.memory_limit ?? null) as View["memoryLimit"],
+    devices: readDevices(json.devices),
     measured: null,
     findings: (json.findings ?? []) as Finding[],
     numFindings: Number(json.num_findings ?? 0),
@@ -52,6 +53,14 @@ export function readDocument(data: unknown): View {
   check(view);
   if (json.measured) view.measured = readMeasured(object(json.measured, "measured"), view);
   return view;
+}
+
+function readDevices(json: unknown): Device[] | null {
+  if (!Array.isArray(json)) return null;
+  return json.map((item, rank) => {
+    const device = object(item, `devices[${rank}]`);
+    return { name: String(device.name), speed: String(device.speed), node: String(device.node) };
+  });
 }
 
 function readEntries(json: Json): Entries {
@@ -107,6 +116,7 @@ function check(view: View): void {
   for (const name of ["stage", "unit", "peer"] as const) sized(entries[name], entries.kind.length, `entries.${name}`);
   sized(graph.bounds, view.ranks + 1, "graph.bounds");
   if (graph.bounds[view.ranks] !== nodes) throw new DocumentError(`graph.bounds ends at ${graph.bounds[view.ranks]}, there are ${nodes} actions`);
+  if (view.devices) sized(view.devices, view.ranks, "devices");
   if (!view.timed) return;
   const count = messages.before.length;
   for (const name of ["need_at", "send_at", "gather_at"] as const) sized(graph[name], nodes + 1, `graph.${name}`);

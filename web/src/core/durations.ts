@@ -1,4 +1,4 @@
-import { backward, perAction, perStage } from "./costs.ts";
+import { backward, perAction, perLink, perStage } from "./costs.ts";
 import { B, F, I, isCopy, REDUCE_GRAD, UNSHARD, W } from "./kinds.ts";
 import { pairwiseSum } from "./sums.ts";
 import type { Costs, View } from "./types.ts";
@@ -80,7 +80,7 @@ export function messageSizes(view: View, costs: Costs): Float64Array {
 }
 
 function travelTimes(view: View, costs: Costs): Float64Array {
-  const { latency, bandwidth } = costs;
-  if (bandwidth === null) return new Float64Array(view.messages.before.length).fill(latency);
-  return messageSizes(view, costs).map((size) => latency + size / bandwidth);
+  const { source, target } = view.messages;
+  const [latency, bandwidth] = [perLink(costs.latency, view.ranks, "latency"), perLink(costs.bandwidth, view.ranks, "bandwidth")];
+  return messageSizes(view, costs).map((size, k) => latency(source[k], target[k]) + size / (bandwidth(source[k], target[k]) ?? Infinity));
 }

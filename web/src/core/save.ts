@@ -35,6 +35,7 @@ export function toDocument(view: View, edits: string): Record<string, unknown> {
     costs: plainCosts(view.costs),
     units: view.units,
     memory_limit: view.memoryLimit,
+    devices: view.devices,
     measured: measured && {
       source: measured.source,
       start: real(measured.start),

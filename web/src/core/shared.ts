@@ -1,7 +1,7 @@
 import type { Durations } from "./durations.ts";
 import { RankHeap } from "./heap.ts";
 import type { Lanes } from "./lanes.ts";
-import type { Contention, Graph, Timing, View } from "./types.ts";
+import type { Costs, Graph, Timing, View } from "./types.ts";
 
 /** The links that each message occupies while it travels; the same twice where it is one. */
 export interface Links {
@@ -10,10 +10,14 @@ export interface Links {
   count: number;
 }
 
-/** A link for each channel, for each way of a pair of ranks, for each way of a rank, or for each rank. */
-export function linksOf(view: View, contention: Contention): Links {
+/** A link for each channel, for each way of a pair of ranks, for each way of a rank, for each rank, or as the lanes of the costs say. */
+export function linksOf(view: View, { contention, lanes }: Costs): Links {
   const { source, target, channel } = view.messages;
   if (contention === "independent") return { one: channel, other: channel, count: view.channels.length };
+  if (lanes) {
+    const lane = (end: 0 | 1): Int32Array => source.map((from, k) => lanes[from][target[k]][end]);
+    return { one: lane(0), other: lane(1), count: 1 + lanes.flat(2).reduce((most, lane) => Math.max(most, lane), -1) };
+  }
   if (contention === "rank") return { one: source, other: target, count: view.ranks };
   if (contention === "duplex") return { one: source, other: target.map((to) => view.ranks + to), count: 2 * view.ranks };
   const numbers = new Map<number, number>();

@@ -15,7 +15,7 @@ export function timeView(view: View, costs: Costs): Timing {
   const shared = costs.contention !== "independent" || lanes.shared;
   const timing = emptyTiming(view, costs, shared);
   const reached = shared
-    ? runShared(view.graph, takes, timing, linksOf(view, costs.contention), lanes)
+    ? runShared(view.graph, takes, timing, linksOf(view, costs), lanes)
     : runIndependent(view.graph, takes, timing, view.messages.channel, view.channels.length, lanes);
   const stopped = reached.findIndex((node, rank) => node !== view.graph.bounds[rank + 1]);
   if (stopped >= 0) throw new TimingError(`rank ${stopped} never gets to its end`);

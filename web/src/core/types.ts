@@ -5,7 +5,9 @@ import type { Edit } from "./edits.ts";
 
 export type PerAction = number | (number | number[])[];
 export type PerStage = number | number[];
-export type Contention = "independent" | "pair" | "duplex" | "rank";
+export type Contention = "independent" | "pair" | "duplex" | "rank" | "links";
+/** One number, or a table with one row per sending rank and one value per receiving rank. */
+export type PerLink<Value> = Value | Value[][];
 
 /** What actions take, hold and send: one number, one per stage, or one per stage and microbatch, or slice of one. */
 export interface Costs {
@@ -14,7 +16,7 @@ export interface Costs {
   w: PerAction;
   /** Full backward; i + w where it is null. */
   b: PerAction | null;
-  latency: number;
+  latency: PerLink<number>;
   activation: PerAction;
   weight_stash: PerAction;
   /** What a slice keeps for later slices of its microbatch, and the sum of its gradients. */
@@ -22,8 +24,11 @@ export interface Costs {
   kept_gradients: PerAction;
   overlap: number;
   output: PerAction;
-  bandwidth: number | null;
+  /** Unlimited where it is null. */
+  bandwidth: PerLink<number | null>;
   contention: Contention;
+  /** With contention "links": the out lane and the in lane of each sending and receiving rank. */
+  lanes: [number, number][][] | null;
   parameters: PerStage;
   shard: PerStage;
   unshard: PerStage;
@@ -33,6 +38,14 @@ export interface Costs {
   host_latency: number;
   host_bandwidth: number | null;
   host_link_shared: number;
+}
+
+/** What a rank runs on. */
+export interface Device {
+  name: string;
+  /** How many times as fast as the costs of the model, in words: one number, or one per kind of action. */
+  speed: string;
+  node: string;
 }
 
 export interface Source {
@@ -150,6 +163,8 @@ export interface View {
   /** What times and sizes are counted in, as "s" and "B"; empty if it is not known. */
   units: { time: string; size: string };
   memoryLimit: number | number[] | null;
+  /** The device of each rank; null if they are not known. */
+  devices: Device[] | null;
   measured: Timing | null;
   findings: Finding[];
   numFindings: number;

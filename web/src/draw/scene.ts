@@ -1,3 +1,4 @@
+import type { Device } from "../core/index.ts";
 import type { Shown } from "../state/shown.ts";
 import { paintAxis } from "./axis.ts";
 import type { Paper } from "./colours.ts";
@@ -26,6 +27,10 @@ export interface Scene {
   visible: number;
 }
 
+/** Pixels from which on a row has room for a rank and its device. */
+const TWO_LINES = 24;
+/** Letters that have room beside a row. */
+const SHORT = 11;
 /** Pixels by which a rank's band is higher than its row. */
 const BAND = 4;
 
@@ -106,7 +111,11 @@ function paintLabel(pen: Pen, scene: Scene, row: Row): void {
   const { paper, layout } = scene;
   const size = Math.min(12, Math.max(9, row.compute.height * 0.6));
   const text = layout.gutter < 60 ? `r${row.rank}` : `rank ${row.rank}`;
-  pen.text(10, row.compute.top + row.compute.height / 2, text, { fill: paper.ink, size });
+  const device = scene.panels[row.panel].view.devices?.[row.rank];
+  const below = device && layout.gutter >= 60 && row.compute.height >= TWO_LINES ? deviceLabel(device) : "";
+  const middle = row.compute.top + row.compute.height / 2;
+  pen.text(10, below ? middle - size / 2 : middle, text, { fill: paper.ink, size });
+  if (below) pen.text(10, middle + size / 2 + 1, below, { fill: paper.soft, size: 9 });
   if (row.measured && row.measured.height >= 9 && layout.gutter >= 60) {
     pen.text(10, row.measured.top + row.measured.height / 2, "measured", { fill: paper.soft, size: 10 });
   }
@@ -115,6 +124,11 @@ function paintLabel(pen: Pen, scene: Scene, row: Row): void {
     if (strip && strip.height >= (name === "host" ? 10 : 14) && layout.gutter >= 60) pen.text(10, strip.top + strip.height / 2, name, { fill: paper.soft, size: 10 });
   }
   if (row.out && row.back && row.out.height >= 5 && layout.gutter >= 60) pen.text(10, row.back.top, "copies", { fill: paper.soft, size: 10 });
+}
+
+/** A device's name and speed, or the speed alone, or the name alone: the first that has room beside a row. */
+export function deviceLabel({ name, speed }: Device): string {
+  return [`${name} ×${speed}`.trim(), `×${speed}`, name].find((text) => text && text.length <= SHORT) ?? "";
 }
 
 /** A frame around each place at which the verifier found something; dashed if nothing stands there. */

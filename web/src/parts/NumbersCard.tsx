@@ -1,11 +1,12 @@
-import { figure, percent, signed } from "../draw/span.ts";
+import { figure, percent, signed, timeText } from "../draw/span.ts";
 import type { Target } from "../draw/target.ts";
+import { linkRows } from "../state/linkRows.ts";
 import { firstParting, latenessOfRanks, lengthsByWork } from "../state/lateness.ts";
 import { largestDifferences } from "../state/differences.ts";
 import type { Shown } from "../state/shown.ts";
 import { type Studio, useStudio } from "../state/studio.ts";
 import { CAUSES } from "../state/words.ts";
-import type { Cause } from "../core/index.ts";
+import type { Cause, Device } from "../core/index.ts";
 import { change, idle, size, time } from "./Tiles.tsx";
 
 interface Figure {
@@ -59,6 +60,8 @@ export function NumbersCard({ go }: { go: (target: Target) => void }) {
           <>
             <h3>Rank by rank</h3>
             <div class="wide"><RankTable shown={panels[0]} /></div>
+            {panels[0].view.devices && <Devices devices={panels[0].view.devices} />}
+            <Links shown={panels[0]} />
           </>
         )}
       </section>
@@ -142,6 +145,63 @@ function RankTable({ shown }: { shown: Shown }) {
         ))}
       </tbody>
     </table>
+  );
+}
+
+/** What each rank runs on. */
+function Devices({ devices }: { devices: Device[] }) {
+  return (
+    <>
+      <h3>Devices</h3>
+      <div class="wide">
+        <table data-testid="devices">
+          <caption class="unseen">Devices</caption>
+          <thead>
+            <tr>{["rank", "device", "node", "speed"].map((name) => <th key={name} scope="col">{name}</th>)}</tr>
+          </thead>
+          <tbody>
+            {devices.map(({ name, node, speed }, rank) => (
+              <tr key={rank}>
+                <th scope="row">{rank}</th>
+                <td>{name || "–"}</td>
+                <td>{node || "–"}</td>
+                <td>{speed}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </>
+  );
+}
+
+/** The links that messages take, if they differ. */
+function Links({ shown }: { shown: Shown }) {
+  const rows = linkRows(shown);
+  if (!rows.length) return null;
+  return (
+    <>
+      <h3>Links</h3>
+      <div class="wide">
+        <table data-testid="links">
+          <caption class="unseen">Links</caption>
+          <thead>
+            <tr>{["link", "latency", "bandwidth", "messages", "shared with"].map((name) => <th key={name} scope="col">{name}</th>)}</tr>
+          </thead>
+          <tbody>
+            {rows.map(({ name, latency, bandwidth, messages, shared }) => (
+              <tr key={name}>
+                <th scope="row">{name}</th>
+                <td>{timeText(latency, shown.view.units.time)}</td>
+                <td>{bandwidth === null ? "unlimited" : `${shown.size(bandwidth)}${shown.view.units.time ? `/${shown.view.units.time}` : ""}`}</td>
+                <td>{messages}</td>
+                <td>{shared || "–"}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </>
   );
 }
 

@@ -21,16 +21,17 @@ export function Sliders({ loader }: { loader: Loader }) {
     loader.reorderSoon();
   };
   const names = (["f", "i", "w", "b"] as const).filter((name) => view.costs[name] !== null);
-  const latency = adjust.latency ?? view.costs.latency;
+  const latency = adjust.latency ?? meanOf(view.costs.latency);
   const work = meanOf(view.costs.f) || 1;
-  const mostLatency = Math.max(2 * work, 2 * view.costs.latency);
+  const mostLatency = Math.max(2 * work, 2 * meanOf(view.costs.latency));
   return (
     <fieldset class="group">
       <legend>Costs</legend>
       {names.map((name) => (
         <Slider key={name} label={NAMES[name]} value={adjust[name]} most={MOST_FACTOR} step={0.01} said={said(view.costs[name] as PerAction, adjust[name])} read={(text) => factorIn(text, view.costs[name] as PerAction)} change={(value) => set({ [name]: value })} />
       ))}
-      <Slider label="Latency" value={latency} most={mostLatency} said={timeText(latency, view.units.time)} read={(text) => timeFrom(text, view.units.time)} change={(value) => set({ latency: value })} />
+      {/* Links of different latencies are a table, which one number would flatten. */}
+      {Array.isArray(view.costs.latency) ? null : <Slider label="Latency" value={latency} most={mostLatency} said={timeText(latency, view.units.time)} read={(text) => timeFrom(text, view.units.time)} change={(value) => set({ latency: value })} />}
       <Skew stages={view.stages} skew={adjust.skew} change={(skew) => set({ skew })} />
       <OrderNote />
       <button class="plain" disabled={isUnchanged(adjust)} onClick={() => set(UNCHANGED)}>Back to the given costs</button>

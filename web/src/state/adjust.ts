@@ -96,7 +96,7 @@ function isIn(names: readonly string[], name: string): boolean {
 
 /** Whether a cost is one number for all stages, so that it can be given to a pipeline with other stages. */
 export function isUniform(costs: Costs): boolean {
-  return OF_A_STAGE.every((name) => !Array.isArray(costs[name])) && !Array.isArray(costs.output);
+  return [...OF_A_STAGE, "output", "latency", "bandwidth", "lanes"].every((name) => !Array.isArray(costs[name as keyof Costs]));
 }
 
 /** The middle of a cost over all stages, for a slider to show. */

@@ -79,9 +79,9 @@ export class Editing {
   });
 
   private titled(view: View): View {
-    const { memoryLimit, costs, units } = this.base.value!;
+    const { memoryLimit, costs, units, devices } = this.base.value!;
     const title = this.edits.value.length ? `${this.base.value!.title}, edited` : this.base.value!.title;
-    return { ...view, title, memoryLimit, costs, units };
+    return { ...view, title, memoryLimit, costs, units, devices };
   }
 
   /** Why nothing can be changed, in words; null if it can. */

@@ -1,5 +1,5 @@
 // A measured timeline beside its prediction: both are of the same view, so that node n of one is node n of the other.
-import { actionText, timeView, type Costs, type PerAction, type PerStage } from "../core/index.ts";
+import { actionText, timeView, type Costs, type PerAction, type PerLink, type PerStage } from "../core/index.ts";
 import { Shown } from "./shown.ts";
 
 /** Actions that take so many times what was predicted, or so small a part of it, are told in another unit. */
@@ -38,14 +38,18 @@ function multiplied(costs: Costs, by: number): Costs {
     i: each(costs.i),
     w: each(costs.w),
     b: costs.b === null ? null : each(costs.b),
-    latency: costs.latency * by,
-    bandwidth: costs.bandwidth === null ? null : costs.bandwidth / by,
+    latency: eachLink(costs.latency, (time) => time * by),
+    bandwidth: eachLink(costs.bandwidth, (rate) => (rate === null ? null : rate / by)),
     unshard: each(costs.unshard),
     reduce: each(costs.reduce),
     optimizer: each(costs.optimizer),
     host_latency: costs.host_latency * by,
     host_bandwidth: costs.host_bandwidth === null ? null : costs.host_bandwidth / by,
   };
+}
+
+function eachLink<Value>(value: PerLink<Value>, change: (one: Value) => Value): PerLink<Value> {
+  return Array.isArray(value) ? value.map((row) => row.map(change)) : change(value);
 }
 
 export interface Parting {

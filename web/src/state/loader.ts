@@ -96,7 +96,8 @@ export class Loader {
   /** A schedule below another, of the same model: what a rank does is divided among its stages. */
   private async besides(first: View, choice: Choice, signal: AbortSignal): Promise<View> {
     const found = await api.makeView(choice, this.studio.costs.value, this.studio.limit.value, signal);
-    return { ...found, costs: sameModel(first, found) };
+    const costs = sameModel(first, found);
+    return { ...found, costs, devices: costs === first.costs ? first.devices : found.devices };
   }
 
   /** The controls changed; the last change counts. */
@@ -198,7 +199,7 @@ export class Loader {
     const again = async (old: View, wanted: Choice): Promise<View> => {
       if (!old.dependsOnCosts) return old;
       const costs = plainCosts(adjusted(old, adjust.value, view.stages));
-      return { ...(await api.makeView(wanted, costs, this.studio.limit.value, signal)), costs: old.costs };
+      return { ...(await api.makeView(wanted, costs, this.studio.limit.value, signal)), costs: old.costs, devices: old.devices };
     };
     const made = await again(view, own);
     this.studio.show(made, below && other.value ? await again(below, { ...own, ...other.value }) : below);
@@ -234,9 +235,10 @@ function named(source: Source): Other {
   return { schedule: source.name, chunks: source.chunks ?? null, options: (source.options ?? {}) as Record<string, Option> };
 }
 
-/** The first one's costs for the second; each keeps its own where they are given stage by stage and the stages differ. */
+/** The first one's costs for the second; each keeps its own where they are given stage by stage and the stages, or their devices, differ. */
 export function sameModel(first: View, second: View): Costs {
-  if (first.stages === second.stages && first.unitCount === second.unitCount && first.slices === second.slices) return first.costs;
+  const placed = first.devices === null || JSON.stringify(first.copies) === JSON.stringify(second.copies);
+  if (placed && first.stages === second.stages && first.unitCount === second.unitCount && first.slices === second.slices) return first.costs;
   if (!isUniform(first.costs)) return second.costs;
   const share = first.stages / first.ranks / (second.stages / second.ranks);
   return fullCosts(shared(first.costs, share, first.slices / second.slices));

@@ -11,9 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import AsJson, CostsText, Microbatches, Ranks, Unit, check_suffix, check_unit, complete_schedules, file_option
+from penstock.cli.options import (
+    AsJson,
+    ClusterFile,
+    CostsText,
+    Microbatches,
+    Ranks,
+    Unit,
+    check_suffix,
+    check_unit,
+    complete_schedules,
+    file_option,
+)
 from penstock.cli.output import deliver, show_steps
-from penstock.cli.sources import OptionalLowering, Per, PerOption, TimelineSource, parse_sources
+from penstock.cli.sources import OptionalLowering, Per, PerOption, TimelineSource, parse_sources, read_cluster
 from penstock.errors import UsageError
 from penstock.text.numbers import format_percent
 from penstock.text.table import format_table
@@ -74,6 +85,7 @@ def compare(
     microbatches: Microbatches = None,
     costs: CostsText = None,
     per: PerOption = Per.RANK,
+    cluster: ClusterFile = None,
     by: Annotated[By, typer.Option("--by", help="The figure to rank by.")] = By.MAKESPAN,
     lowering: OptionalLowering,
     overlay: Annotated[
@@ -131,8 +143,8 @@ def compare(
 
     check_unit(unit)
     check_suffix(output, PICTURES)
-    checked = lowering.read_lowering()
-    timed = [TimelineSource.read(source, costs, per, checked) for source in parse_sources(sources, ranks, microbatches)]
+    checked, devices = lowering.read_lowering(), read_cluster(cluster)
+    timed = [TimelineSource.read(source, costs, per, checked, devices) for source in parse_sources(sources, ranks, microbatches)]
     entries: list[NamedTimeline] = []
     with show_steps(len(timed) + 2) as step:
         for name, source in zip(sources, timed, strict=True):

@@ -26,6 +26,7 @@ from penstock.cli.options import (
     text_option,
 )
 from penstock.cli.output import INTERRUPTED, catch_interrupt, deliver, show_planning
+from penstock.cli.sources import read_cluster
 from penstock.errors import CostsError, PlanError, UsageError
 from penstock.text.options import read_assignments, split_names
 from penstock.text.units import Units, has_byte_unit
@@ -49,7 +50,15 @@ def plan(
             "--transformer",
         ),
     ] = None,
-    ranks: Annotated[int | None, count_option("Ranks of the pipeline.  [required without --gpus]", "-p", "--ranks")] = None,
+    ranks: Annotated[int | None, count_option("Ranks of the pipeline.  [required without --cluster and --gpus]", "-p", "--ranks")] = None,
+    cluster: Annotated[
+        Path | None,
+        text_option(
+            "Devices of different speeds, memory and links, one rank each: a .toml or .json file (see 'penstock profile --ranks').",
+            "FILE",
+            "--cluster",
+        ),
+    ] = None,
     microbatches: Annotated[int | None, count_option("Microbatches per step, of the profile's size.", "-m", "--microbatches")] = None,
     batch: Annotated[int | None, count_option("Samples per step; the microbatch size is then chosen too.", "--batch")] = None,
     microbatch_sizes: Annotated[
@@ -133,6 +142,7 @@ def plan(
       penstock plan --transformer "layers=32 hidden=4096 heads=32 sequence=4096 vocabulary=32000 flops=400e12" -p 8 -m 32
       penstock plan --profile p.json -p 4 -m 16 --schedules 1f1b,zbv --recompute --figure plan.svg
       penstock plan --profile p.json -p 8 -m 64 --memory-limit 40GiB --recompute --offload --host-bandwidth 25GB
+      penstock plan --profile p.json --cluster cluster.toml --batch 512 -o plan.json
       penstock plan --transformer "layers=80 hidden=8192 heads=64 sequence=8192 vocabulary=128256" --gpus 64 --gpu h100 --global-batch 256
     """
     from penstock.draw.save import FIGURES
@@ -144,14 +154,18 @@ def plan(
     limit = _limit(memory_limit)
     if job.gpus is not None:
         unused = {"--profile": profile, "--ranks": ranks, "--microbatches": microbatches, "--batch": batch, "--figure": figure}
+        unused["--cluster"] = cluster
         _refuse_with_gpus(unused)
         links = {"memory": read_size("--memory-limit", memory_limit), "latency": read_time("--latency", latency)}
         links["bandwidth"] = read_rate("--bandwidth", bandwidth)
         refuse_unitless("--memory-limit", memory_limit)
         choices = {"schedules": _read_names(schedules), "microbatch": read_counts("--microbatch-sizes", microbatch_sizes), **job.choices}
         return _plan_job(job.make_job(_read_sizes(transformer), links, headroom), choices, as_json, output)
-    if ranks is None:
-        raise UsageError("Missing option '-p' / '--ranks': the ranks of the pipeline; --gpus plans a whole job instead")
+    devices = read_cluster(cluster)
+    if ranks is None and devices is None:
+        raise UsageError("Missing option '-p' / '--ranks': the ranks of the pipeline; or --cluster; --gpus plans a whole job instead")
+    if devices is not None and (latency is not None or bandwidth is not None):
+        raise UsageError("--latency and --bandwidth do not go with --cluster, which has the links of each pair of devices")
     if (microbatches is None) == (batch is None):
         raise UsageError("give one of the two: --microbatches, or --batch with the samples per step")
     model = _replace_links(_load_model(profile, transformer), latency, bandwidth)
@@ -169,7 +183,7 @@ def plan(
     options |= {"slices": read_counts("--slices", slices), "slice_granularity": slice_granularity}
     with catch_interrupt() as stopped, show_planning(Units(model.time_unit, is_in_bytes(model, limit))) as tell:
         try:
-            best = planning.plan(model, ranks=ranks, **options, progress=tell, stop=stopped)
+            best = planning.plan(model, ranks=ranks, cluster=devices, **options, progress=tell, stop=stopped)
         except PlanError as error:
             if not stopped():
                 raise

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from penstock.cli.options import AsJson, CostsText, Unit, check_suffix, check_unit, file_option
+from penstock.cli.options import AsJson, ClusterFile, CostsText, Unit, check_suffix, check_unit, file_option
 from penstock.cli.output import can_print, deliver, show_steps
-from penstock.cli.sources import OptionalLowering, Per, PerOption, ScheduleSource, TimelineSource
+from penstock.cli.sources import OptionalLowering, Per, PerOption, ScheduleSource, TimelineSource, read_cluster
 
 if TYPE_CHECKING:
     from penstock.draw.palette import Line
@@ -20,6 +20,7 @@ def simulate(
     *,
     costs: CostsText = None,
     per: PerOption = Per.STAGE,
+    cluster: ClusterFile = None,
     lowering: OptionalLowering,
     unit: Unit = None,
     as_json: AsJson = False,
@@ -35,7 +36,8 @@ def simulate(
     """Time a schedule or program.
 
     Shows what runs when, the memory of each rank, and why ranks are idle. --fsdp, --merge-backward, --receive and --offload imply
-    --lower. A FILE may also be a saved timeline; with --costs it is timed again.
+    --lower. A FILE may also be a saved timeline; with --costs it is timed again. With --cluster, the costs are those of a device of
+    speed 1, and each rank takes as long as its device does.
 
     \b
     Examples:
@@ -44,12 +46,13 @@ def simulate(
       penstock simulate zbv.csv --costs costs.toml --fsdp -o zbv.trace.json
       penstock simulate 1f1b -p 8 -m 32 --offload 100 --costs "host_bandwidth=1"
       penstock simulate interleaved-1f1b -p 4 -m 16 --chunks 4 --per rank --json
+      penstock simulate 1f1b -m 16 --costs "f=0.01,i=0.01,w=0.01" --cluster cluster.toml
     """
     from penstock.draw.save import SUFFIXES
 
     check_unit(unit)
     suffix = check_suffix(output, SUFFIXES)
-    timed = TimelineSource.read(source, costs, per, lowering.read_lowering())
+    timed = TimelineSource.read(source, costs, per, lowering.read_lowering(), read_cluster(cluster))
     with show_steps(3) as step:
         step("timing")
         timeline = timed.timeline()

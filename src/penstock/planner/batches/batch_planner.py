@@ -352,9 +352,8 @@ def _read_source(source: Any, costs: Costs | None, split: bool) -> tuple[Problem
     if not schedule.training or schedule.slices > 1:
         reason = "cuts sequences into slices" if schedule.slices > 1 else "has no backward"
         raise ScheduleError(f"{schedule.name or 'the schedule'} {reason}: batches are planned for schedules that train whole microbatches")
-    for name, value in vars(problem.costs).items():
-        if isinstance(value, tuple) and any(isinstance(row, tuple) for row in value):
-            raise CostsError(f"{name} has one value per microbatch: give costs per stage, for microbatches of `sequence` tokens")
+    for name in problem.costs.differing:
+        raise CostsError(f"{name} has one value per microbatch: give costs per stage, for microbatches of `sequence` tokens")
     return problem, schedule
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.ir.rows import Floats
+from penstock.planner.bounds.link_bounds import bound_links
 from penstock.planner.bounds.rank_bounds import (
     RankTerms,
     bound_chains,
@@ -74,6 +75,8 @@ def lower_bound(problem: Problem, *, seconds: float = 0.0, budget: SolverBudget 
         return Bound(math.inf, "memory", {"memory": math.inf})
     ranks, unit = list_rank_terms(terms), find_time_unit(problem)
     values = {name: _round_up(max(rule(rank_terms) for rank_terms in ranks), unit) for name, rule in QUICK.items()}
+    if problem.costs.contention != "independent":
+        values["links"] = _round_up(bound_links(terms), unit)
     if budget.left > 0 and max(values.values()) > 0 and importlib.util.find_spec("ortools") is not None:
         first = budget.part(ON_FLOW)
         flow = FlowBound(ranks, max(values.values()), unit, first)
@@ -89,11 +92,9 @@ def find_time_unit(problem: Problem) -> float | None:
     costs, shape = problem.costs, (problem.stages, problem.units)
     if costs.overlap != 1.0:
         return None
-    values = [costs.latency, *costs.per_stage("reduce", problem.stages), *costs.per_stage("optimizer", problem.stages)]
-    if costs.bandwidth is not None:
-        values += [costs.latency + size / costs.bandwidth for size in costs.table("output", *shape).ravel().tolist()]
-    for name in ("f", "i", "w", "b"):
-        values += costs.table(name, *shape).ravel().tolist()
+    values = [*costs.per_stage("reduce", problem.stages), *costs.per_stage("optimizer", problem.stages)]
+    for table in (*problem.hops, *(costs.table(name, *shape) for name in ("f", "i", "w", "b"))):
+        values += np.unique(table).tolist()
     unit = common_unit(values)
     return None if unit is None else float(unit)
 

@@ -47,6 +47,8 @@ class ModelCopy:
     stash: Floats
     travel: Floats
     """Time of the message from the stage before; zero for the first stage and within a rank."""
+    travel_back: Floats
+    """Time of the gradient's message to the stage before."""
     received: Floats
     """Size of the received message that a forward holds while it runs."""
     returned: Floats
@@ -66,7 +68,12 @@ class ModelCopy:
     @cached_property
     def uniform(self) -> bool:
         """Whether all microbatches are alike."""
-        return all(bool((table == table[:, :1]).all()) for table in (self.forward, self.gradient, self.weight, self.travel))
+        return all(bool((table == table[:, :1]).all()) for table in self.times)
+
+    @property
+    def times(self) -> tuple[Floats, ...]:
+        """Forward, gradient, weight part, and the message each way."""
+        return self.forward, self.gradient, self.weight, self.travel, self.travel_back
 
     @cached_property
     def least(self) -> ModelCopy:
@@ -85,7 +92,7 @@ class ModelCopy:
     def feet(self) -> Floats:
         """Time from the start of each gradient to the start of the last gradient of its microbatch."""
         feet = np.zeros_like(self.forward)
-        feet[1:] = np.cumsum(self.gradient[1:] + self.travel[1:], axis=0)
+        feet[1:] = np.cumsum(self.gradient[1:] + self.travel_back[1:], axis=0)
         return feet
 
     @cached_property
@@ -128,16 +135,15 @@ def _list_model_copies(problem: Problem) -> tuple[ModelCopy, ...]:
     together = min(1.0, costs.overlap)  # overlapped actions take this share of their sum, and no action takes less
     gradient = np.minimum(i, b) if problem.split else b
     weight = np.minimum(i + w, b) - gradient if problem.split else np.zeros(shape)
-    travel = costs.latency + (output / costs.bandwidth if costs.bandwidth is not None else np.zeros(shape))
     held = np.where(weight > 0, np.minimum(stash, activation), 0.0)
-    tables = f * together, gradient * together, weight * together, activation, held, travel, output
+    tables = f * together, gradient * together, weight * together, activation, held, *problem.hops, output
     copies = []
     for place, ranks in enumerate(placed[: problem.microbatches]):
-        f, i, w, activation, stash, travel, output = (np.ascontiguousarray(table[:, place :: len(placed)]) for table in tables)
+        f, i, w, activation, stash, up, back, output = (np.ascontiguousarray(table[:, place :: len(placed)]) for table in tables)
         crosses = np.array([before != after for before, after in pairwise(ranks)], dtype=np.float64).reshape(-1, 1)
         none, sent = np.zeros_like(output[:1]), output[:-1] * crosses
-        hops, received, returned = (np.concatenate(parts) for parts in ((none, travel[:-1] * crosses), (none, sent), (sent, none)))
-        copies.append(ModelCopy(ranks, f, i, w, activation, stash, hops, received, returned, problem.slices))
+        received, returned = (np.concatenate(parts) for parts in ((none, sent), (sent, none)))
+        copies.append(ModelCopy(ranks, f, i, w, activation, stash, up, back, received, returned, problem.slices))
     return tuple(copies)
 
 
@@ -210,7 +216,7 @@ def list_waits(terms: Terms, copy: ModelCopy) -> list[Wait]:
 def find_earliest_starts(terms: Terms, copy: ModelCopy, first: int = 0) -> Events:
     """Earliest start of each k-th action if the first forward of stage `first` may start at 0. Stages before it stay at 0."""
     least, held = copy.least, _group_by_stage(copy, list_waits(terms, copy), by_forward=True)
-    f, g, w, hop = (table[:, 0].tolist() for table in (least.forward, least.gradient, least.weight, least.travel))
+    f, g, w, hop, hop_back = (table[:, 0].tolist() for table in least.times)
     stages, count = copy.stages, copy.count
     start_f, start_g, start_w = ([[0.0] * stages for _ in range(count)] for _ in range(3))
     up, down = [FREE] * stages, [FREE] * stages  # when the last message into each stage arrived
@@ -232,7 +238,7 @@ def find_earliest_starts(terms: Terms, copy: ModelCopy, first: int = 0) -> Event
             for s in range(stages - 1, first - 1, -1):
                 begin = max(start_f[last][s] + f[s], start_g[k - 1][s] + g[s] if k else 0.0)
                 if s + 1 < stages:
-                    down[s] = max(now_g[s + 1] + g[s + 1], down[s]) + hop[s + 1]
+                    down[s] = max(now_g[s + 1] + g[s + 1], down[s]) + hop_back[s + 1]
                     begin = max(begin, down[s])
                 now_g[s] = begin
                 now_w[s] = max(begin + g[s], start_w[k - 1][s] + w[s] if k else 0.0)
@@ -242,7 +248,7 @@ def find_earliest_starts(terms: Terms, copy: ModelCopy, first: int = 0) -> Event
 def find_remaining_times(terms: Terms, copy: ModelCopy, only: int | None = None) -> Events:
     """Least time from the start of each k-th action to the end of everything, or to the end of rank `only`."""
     least, held = copy.least, _group_by_stage(copy, list_waits(terms, copy), by_forward=False)
-    f, g, w, hop = (table[:, 0].tolist() for table in (least.forward, least.gradient, least.weight, least.travel))
+    f, g, w, hop, hop_back = (table[:, 0].tolist() for table in least.times)
     stages, count = copy.stages, copy.count
     after = [terms.after[rank][s] if only in (None, rank) else FREE for s, rank in enumerate(copy.ranks)]
     rest_f, rest_g, rest_w = ([[FREE] * stages for _ in range(count)] for _ in range(3))
@@ -255,7 +261,7 @@ def find_remaining_times(terms: Terms, copy: ModelCopy, only: int | None = None)
                 now_w[s] = w[s] + max(after[s], rest_w[k + 1][s] if later else FREE)
                 follows = max(now_w[s], rest_g[k + 1][s] if later else FREE)
                 if s:
-                    down[s] = hop[s] + max(now_g[s - 1], down[s])
+                    down[s] = hop_back[s] + max(now_g[s - 1], down[s])
                     follows = max(follows, down[s])
                 for other, most in held[s]:
                     if k + most < count:

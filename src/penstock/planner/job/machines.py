@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from penstock.errors import CostsError, nearest
+from penstock.ir.cluster import Cluster, Device
 from penstock.ir.formats.reading import check_record
 from penstock.text.units import check_count, parse_size
 
@@ -107,6 +108,24 @@ class Machines:
         if stride * ranks <= self.gpus_per_node:
             return self.node_latency, self.node_bandwidth * self.link_share
         return self.latency, self.bandwidth * self.link_share
+
+    def make_cluster(self) -> Cluster:
+        """The GPUs as a cluster for `penstock.plan`, each with a network card of its own.
+
+        >>> Machines.of("h100", gpus=16).make_cluster().describe()
+        '16 devices (16 of speed 1) in 2 nodes'
+        """
+        devices = [Device(memory=self.memory, node=f"node {gpu // self.gpus_per_node}") for gpu in range(self.gpus)]
+        return Cluster.from_nodes(
+            devices,
+            latency=self.latency,
+            bandwidth=self.bandwidth * self.link_share,
+            node_latency=self.node_latency,
+            node_bandwidth=self.node_bandwidth * self.link_share,
+            card="device",
+            time_unit="s",
+            size_unit="B",
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -243,7 +243,7 @@ class _Merging:
             travel = np.zeros(len(lower_stage))
             if crosses:
                 size = sizes[lower_stage, rows.microbatch[needs.before]]
-                travel = costs.latency + (0.0 if costs.bandwidth is None else size / costs.bandwidth) + travel
+                travel = costs.travel(size, rows.rank[needs.before], rows.rank[needs.after])
             for before, after, time in zip(group[needs.before].tolist(), group[needs.after].tolist(), travel.tolist(), strict=True):
                 if before != after:
                     self.after[before].append((after, time))

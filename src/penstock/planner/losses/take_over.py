@@ -76,7 +76,8 @@ def take_over(
     single = schedule if isinstance(schedule, Schedule) else Program.start(schedule).schedule()
     _check_schedule(single, survivors)
     costs = costs or Costs()
-    costs.check(single.stages, single.units)
+    costs.check(single.stages, single.units, single.ranks)
+    costs = costs.with_slowest_link()  # a table of links knows those of one pipeline, and not those between several
     before = time_table(lower(single), costs)
     joint = JointRows(single, survivors, costs, _spread_limits(memory_limit, survivors))
     best: tuple[Schedule, Timeline] | None = None

@@ -96,9 +96,7 @@ def flatten(problem: Problem, reserve: Sequence[float] = ()) -> FlatProblem:
     times = np.concatenate([tables[name].ravel() for name in ("f", "i", "w")])
     ranks = problem.placement.ranks_of(*np.indices((stages, microbatches)))
     before, after = _list_neighbours(stages, microbatches)
-    sizes = costs.table("output", stages, microbatches)
-    hops = costs.latency + (np.zeros_like(sizes) if costs.bandwidth is None else sizes / costs.bandwidth)
-    travel, link, num_links = _number_links(problem, ranks, after, hops)
+    travel, link, num_links = _number_links(problem, ranks, after)
     reduce = np.array(costs.per_stage("reduce", stages))
     stages_of_ranks = [problem.placement.stages_of(rank) for rank in range(problem.ranks)]
     activation, freed = ((tables["activation"] + more).ravel() for more in (kept.taken, kept.freed))
@@ -125,7 +123,7 @@ def flatten(problem: Problem, reserve: Sequence[float] = ()) -> FlatProblem:
         reduce=reduce,
         any_reduce=bool(reduce.any()),
         full=np.zeros(cells, dtype=np.int8),
-        is_alike=problem.slices > 1 or all((table == table[:, :1]).all() for table in (*tables.values(), *kept, hops)),
+        is_alike=problem.slices > 1 or all((table == table[:, :1]).all() for table in (*tables.values(), *kept, *problem.hops)),
         is_span=not problem.barrier,
         is_split=problem.split,
         may_merge=problem.split and merges,
@@ -176,21 +174,23 @@ def _list_neighbours(stages: int, microbatches: int) -> tuple[Ints, Ints]:
     return before, after.ravel()
 
 
-def _number_links(problem: Problem, ranks: Ints, after: Ints, hops: Floats) -> tuple[Floats, Ints, int]:
+def _number_links(problem: Problem, ranks: Ints, after: Ints) -> tuple[Floats, Ints, int]:
     """Time and link of each message.
 
     A link is a channel, or several channels that contend for it. Messages of one sender go in its order, as in the simulation;
-    only those of different senders may go in another order.
+    only those of different senders may go in another order. Of the two lanes that a message occupies, only the first is known here.
     """
     costs, count = problem.costs, ranks.size
     source, there = np.tile(ranks.ravel(), 3), after >= 0
     target = np.where(there, source[after], source)
     crosses = source != target
-    lower = np.where(np.arange(3 * count) < count, np.arange(3 * count), after) % count
-    travel = np.where(crosses, hops.ravel()[lower], 0.0)
+    up, back = problem.hops
+    travel = np.concatenate([np.roll(up, -1, axis=0).ravel(), back.ravel(), np.zeros(count)])
     backward = (np.arange(3 * count) >= count).astype(np.int64)
     pair = source * problem.ranks + target
     channel = {"independent": pair * 2 + backward, "pair": pair, "duplex": source, "rank": source}
+    if costs.lanes is not None:
+        channel["links"] = np.array(costs.lanes, dtype=np.int64)[source, target, 0]
     keys, index = np.unique(channel[costs.contention][crosses], return_inverse=True)
     link = np.full(3 * count, -1, dtype=np.int64)
     link[crosses] = index

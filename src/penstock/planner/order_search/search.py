@@ -198,9 +198,8 @@ class _OrderSearch:
 def shorten(problem: Problem) -> Problem | None:
     """The problem with fewer microbatches, enough to be representative, if that saves much time; else None."""
     enough = max(12, _ENOUGH * problem.ranks)
-    costs = problem.costs
-    differ = any(isinstance(value, tuple) and any(isinstance(row, tuple) for row in value) for value in vars(costs).values())
-    if differ or problem.slices > 1 or 3 * problem.stages * problem.microbatches < _MANY or problem.microbatches < 1.5 * enough:
+    differs = bool(problem.costs.differing) or problem.slices > 1
+    if differs or 3 * problem.stages * problem.microbatches < _MANY or problem.microbatches < 1.5 * enough:
         return None
     return replace(problem, microbatches=enough)
 

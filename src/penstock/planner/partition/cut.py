@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import PlacementError
+from penstock.ir.cluster import Cluster
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Floats, Ints
 from penstock.planner.partition.layer_runs import SLACK, Cutting, LayerRuns, PeakMoment, memory_over
@@ -64,6 +65,7 @@ def cut_layers(
     slack: float = 0.0,
     lengths: Sequence[int] = (),
     moves: bool = False,
+    cluster: Cluster | None = None,
 ) -> LayerCut:
     """Cut the layers into the placement's stages: contiguous, at least one layer per stage.
 
@@ -73,15 +75,19 @@ def cut_layers(
     shifted while that helps. If nothing fits, the cuts come as near as possible. A stage with `recompute` runs its forward
     again before its backward and keeps only its input. With `slack`, the load may exceed the least one by that share if stages
     become more even. With `lengths`, sequences are cut into slices of so many tokens. With `moves`, activations may be moved to the host:
-    a rank then need not hold a microbatch in all of its stages.
+    a rank then need not hold a microbatch in all of its stages. With a `cluster`, its devices are those of the ranks: a faster one gets
+    more layers.
     """
+    if cluster is not None:
+        cluster.check_ranks(placement.ranks)
+        cluster.check_copies(len(placement.copies))
     flags = (recompute,) * placement.stages if isinstance(recompute, bool) else tuple(recompute)
     if len(profile) < placement.stages:
         raise PlacementError(
             f"{format_count(len(profile), 'layer')} are too few for {format_count(placement.stages, 'stage')}: take fewer ranks or chunks"
         )
     within = None if limits is None else tuple(limits)
-    cutting = Cutting(LayerRuns(profile, tuple(lengths)), placement, flags, within, tuple(moments), slack, moves)
+    cutting = Cutting(LayerRuns(profile, tuple(lengths)), placement, flags, within, tuple(moments), slack, moves, cluster)
     cuts, exact = _choose_cuts(cutting) if len(profile) > placement.stages else (np.arange(placement.stages + 1), True)
     row = cuts[None, :]
     excesses = tuple(cutting.excesses(row)[0].tolist())
@@ -98,7 +104,7 @@ def _choose_cuts(cutting: Cutting) -> tuple[Ints, bool]:
     cuts = _shift_cuts(cutting, _minimise([cutting.times(stage) for stage in range(cutting.stages)], np.maximum)[0])
     fits = not cutting.excesses(cuts[None, :]).any()
     if fits and float(cutting.loads(cuts[None, :]).max()) <= cutting.even_load * (1 + SLACK):
-        return cuts, True  # no cuts can have a load below the mean of the ranks
+        return cuts, True
     if not _is_nested(placement):
         if not fits:
             return cuts, False
@@ -134,13 +140,14 @@ def _build_stage_tables(cutting: Cutting) -> Iterator[tuple[Floats, Floats]]:
         limit, moments = math.inf, []
         if cutting.limits is not None:
             limit, moments = cutting.limits[rank], [replace(moment, rank=0) for moment in cutting.moments_of(rank)]
-        key = recompute, limit, tuple(moments)
+        times = cutting.times(stage)
+        key = recompute, limit, tuple(moments), id(times)
         if key not in known:
-            excess = np.zeros_like(cutting.times(stage))
+            excess = np.zeros_like(times)
             for moment in moments:
                 held = cutting.runs.sum_held(recompute, moment.by_stage[0]) + cutting.runs.reserves[recompute]
                 excess = np.maximum(excess, memory_over(held + moment.other, limit))
-            known[key] = excess, np.where(excess > 0, np.inf, cutting.times(stage))
+            known[key] = excess, np.where(excess > 0, np.inf, times)
         yield known[key]
 
 
@@ -238,14 +245,16 @@ def _branch_and_bound(cutting: Cutting, cuts: Ints) -> tuple[Ints, bool]:
     It walks depth first over the ends of one stage after the other that keep all ranks below the best load.
     """
     layers, copies = cutting.runs.layers, cutting.placement.copies
-    tables = {flag: cutting.times(cutting.recompute.index(flag)).tolist() for flag in set(cutting.recompute)}
-    least = cutting.share * cutting.runs.times[False]
+    arrays = [cutting.times(stage) for stage in range(cutting.stages)]
+    lists = {key: array.tolist() for key, array in {id(array): array for array in arrays}.items()}
+    tables = [lists[id(array)] for array in arrays]
+    work, speeds = cutting.runs.times[False][:, -1].tolist(), cutting.speeds.tolist()
     best, load, nodes = cuts, float(cutting.loads(cuts[None, :]).max()), 1
 
     def list_ends(cuts: list[int], loads: list[float]) -> Iterator[int]:
         """The ends of the next stage; none if the remaining layers do not fit below the best load on all ranks together."""
         left, first = cutting.stages - len(cuts), cuts[-1]
-        if len(copies) * float(least[first, -1]) >= sum(load - taken for taken in loads) * (1 + SLACK):
+        if work[first] >= sum((load - taken) * speed for taken, speed in zip(loads, speeds, strict=True)) * (1 + SLACK):
             return iter(())
         return iter(range(first + 1, layers - left + 1) if left else [layers])
 
@@ -257,7 +266,7 @@ def _branch_and_bound(cutting: Cutting, cuts: Ints) -> tuple[Ints, bool]:
         if end is not None:
             loads = list(loads)
             for copy in copies:
-                loads[copy[stage]] += tables[cutting.recompute[stage]][before[-1]][end]
+                loads[copy[stage]] += tables[stage][before[-1]][end]
         if end is None or max(loads) >= load * (1 - SLACK):
             path.pop()
         elif end < layers:
@@ -329,27 +338,29 @@ class _Nested:
 
     def _find_lengths(self, pair: int, load: float) -> list[tuple[int, int]]:
         """Possible numbers of layers of the two stages of a pair."""
-        flags = [self.cutting.recompute[stage] for stage in (pair, self.cutting.stages - 1 - pair)]
-        least, most = ([self._extremes[again][side] for again in flags] for side in (0, 1))
-        fits = least[0][:, None] + least[1][None, :] <= load * (1 + SLACK)
-        fits &= most[0][:, None] + most[1][None, :] >= self._find_floor(load)
+        (least, most), (other_least, other_most) = (self._find_extremes(stage) for stage in (pair, self.cutting.stages - 1 - pair))
+        fits = least[:, None] + other_least[None, :] <= load * (1 + SLACK)
+        fits &= most[:, None] + other_most[None, :] >= self._find_floor(pair, load)
         one, other = np.nonzero(fits)
         return [(int(a) + 1, int(b) + 1) for a, b in zip(one, other, strict=True) if a + b + 2 <= self._longest + 1]
 
-    def _find_floor(self, load: float) -> float:
-        """The least load of any rank if none is above `load`: the others cannot take more of the total."""
-        ranks = self.cutting.placement.ranks
-        return ranks * self.cutting.even_load * (1 - SLACK) - (ranks - 1) * load * (1 + SLACK)
+    def _find_floor(self, pair: int, load: float) -> float:
+        """The least load of the ranks of a pair if none is above `load`: the others cannot take more of the total."""
+        speeds = self.cutting.speeds
+        own = float(speeds[self._ranks[pair]].max())
+        return (self.cutting.work * (1 - SLACK) - (float(speeds.sum()) - own) * load * (1 + SLACK)) / own
+
+    def _find_extremes(self, stage: int) -> tuple[Floats, Floats]:
+        """The least and the most time of n layers in a row as this stage, for each n from 1."""
+        times = self.cutting.times(stage)
+        if id(times) not in self._known_extremes:
+            runs = [np.diagonal(times, length) for length in range(1, self._longest + 1)]
+            self._known_extremes[id(times)] = np.array([run.min() for run in runs]), np.array([run.max() for run in runs])
+        return self._known_extremes[id(times)]
 
     @cached_property
-    def _extremes(self) -> dict[bool, tuple[Floats, Floats]]:
-        """The least and the most time of n layers in a row, for each n from 1, by whether they are recomputed."""
-        extremes = {}
-        for again in set(self.cutting.recompute):
-            times = self.cutting.times(self.cutting.recompute.index(again))
-            runs = [np.diagonal(times, length) for length in range(1, self._longest + 1)]
-            extremes[again] = np.array([run.min() for run in runs]), np.array([run.max() for run in runs])
-        return extremes
+    def _known_extremes(self) -> dict[int, tuple[Floats, Floats]]:
+        return {}
 
     def run(self, load: float, squares: bool) -> Ints | None:
         """The cuts that fit with the least largest load; with `squares`, those with the most even stages and no load above `load`."""
@@ -384,7 +395,7 @@ class _Nested:
         lengths = {pair: one, self.cutting.stages - 1 - pair: other}
         first, second = (np.diagonal(self.cutting.times(stage), length) for stage, length in lengths.items())
         time = first[:, None] + second[None, :]
-        fits = (time <= load * (1 + SLACK)) & (time >= self._find_floor(load))
+        fits = (time <= load * (1 + SLACK)) & (time >= self._find_floor(pair, load))
         for rank in self._ranks[pair] if self.cutting.limits is not None else ():
             fits &= self._fits_memory(rank, lengths)
         if not fits.any():

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from penstock.ir.cluster import Cluster, Device, Speeds
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Floats, Ints
 from penstock.planner.profile import Profile
@@ -48,6 +49,16 @@ class LayerRuns:
     lengths: tuple[int, ...] = ()
     """Tokens of each slice, if sequences are cut into slices; times and sizes are those of a whole microbatch all the same."""
     _held: dict[tuple[bool, tuple[float, float, float, float]], Floats] = field(default_factory=dict)
+    _devices: dict[Speeds, LayerRuns] = field(default_factory=dict)
+
+    def on(self, device: Device) -> LayerRuns:
+        """The same runs on a device."""
+        own = self.profile.on(device)
+        if own is self.profile:
+            return self
+        if device.speeds not in self._devices:
+            self._devices[device.speeds] = LayerRuns(own, self.lengths)
+        return self._devices[device.speeds]
 
     @cached_property
     def layers(self) -> int:
@@ -136,6 +147,8 @@ class Cutting:
     """Share by which the load may exceed the least one if that makes stages more even."""
     moves: bool = False
     """Whether activations may be moved to the host."""
+    cluster: Cluster | None = None
+    """The devices of the ranks, if they differ."""
 
     @property
     def stages(self) -> int:
@@ -152,8 +165,22 @@ class Cutting:
 
     @cached_property
     def even_load(self) -> float:
-        """Mean time of a rank per microbatch, without recompute."""
-        return float(self.runs.times[False][0, -1]) / self.placement.ranks
+        """Time of every rank per microbatch if the work could be shared without regard to layers, and without recompute.
+
+        The largest load of any cuts is at least this.
+        """
+        return self.work / float(self.speeds.sum())
+
+    @cached_property
+    def work(self) -> float:
+        """Time of a microbatch on all layers, as the profile has it."""
+        return float(self.runs.times[False][0, -1])
+
+    @cached_property
+    def speeds(self) -> Floats:
+        """How fast each rank is at most: the largest ratio of a layer's time in the profile to that on the rank's device."""
+        layer = np.diagonal(self.runs.times[False], 1)
+        return np.array([_ratio(layer, np.diagonal(once, 1)) for once, _ in self._by_rank])
 
     def moments_of(self, rank: int) -> list[PeakMoment]:
         """The moments of a rank: the given ones, and the one with a microbatch in all of its stages, which every schedule has.
@@ -172,12 +199,20 @@ class Cutting:
         return [own, *(moment for moment in self.moments if moment.rank == rank)]
 
     def times(self, stage: int) -> Floats:
-        """Time of a rank on a stage, for every run of layers."""
-        return self._times[self.recompute[stage]]
+        """Time of a rank on a stage, for every run of layers. Stages of equal devices, both recomputed or not, share a table."""
+        return self._shares[self.placement.rank_of(stage)][self.recompute[stage]]
 
     @cached_property
-    def _times(self) -> tuple[Floats, Floats]:
-        return self.share * self.runs.times[False], self.share * self.runs.times[True]
+    def _by_rank(self) -> list[tuple[Floats, Floats]]:
+        """Time of a microbatch on every run of layers, without and with recompute, by rank."""
+        if self.cluster is None:
+            return [self.runs.times] * self.placement.ranks
+        return [self.runs.on(device).times for device in self.cluster.devices]
+
+    @cached_property
+    def _shares(self) -> list[tuple[Floats, Floats]]:
+        shares = {id(tables): (self.share * tables[0], self.share * tables[1]) for tables in self._by_rank}
+        return [shares[id(tables)] for tables in self._by_rank]
 
     def loads(self, cuts: Ints) -> Floats:
         """Time of each rank per microbatch, one row per row of cuts."""
@@ -206,8 +241,14 @@ class Cutting:
         """How uneven the stages are, per row of cuts: the sum of squared times."""
         totals = np.zeros(len(cuts))
         for stage in range(self.stages):
-            totals += self.runs.times[self.recompute[stage]][cuts[:, stage], cuts[:, stage + 1]] ** 2
+            totals += self.times(stage)[cuts[:, stage], cuts[:, stage + 1]] ** 2
         return totals
+
+
+def _ratio(times: Floats, own: Floats) -> float:
+    """The largest ratio of two times of a layer; 1 if no layer takes any time."""
+    taken = (times > 0) & (own > 0)
+    return float((times[taken] / own[taken]).max()) if taken.any() else 1.0
 
 
 def _add_up(tables: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats]:

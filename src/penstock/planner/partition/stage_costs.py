@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.ir.cluster import Cluster
 from penstock.ir.costs import Costs
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Floats
@@ -40,13 +41,30 @@ def reserves(
     return [max(beyond[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
 
 
+def _list_profiles(profile: Profile, placement: Placement, cluster: Cluster | None) -> list[Profile]:
+    """The profile on the device of each stage."""
+    if cluster is None:
+        return [profile] * placement.stages
+    cluster.check_ranks(placement.ranks)
+    cluster.check_copies(len(placement.copies))
+    return [profile.on(cluster.devices[rank]) for rank in placement.copies[0]]
+
+
 def sliced_stage_costs(  # noqa: PLR0917
-    profile: Profile, sizes: Sequence[int], placement: Placement, recompute: Sequence[bool], lengths: Sequence[int], microbatches: int
+    profile: Profile,
+    sizes: Sequence[int],
+    placement: Placement,
+    recompute: Sequence[bool],
+    lengths: Sequence[int],
+    microbatches: int,
+    cluster: Cluster | None = None,
 ) -> Costs:
     """The costs of the placement's stages if every sequence is cut into slices of these lengths: one value per stage and slice."""
-    once = stage_costs(profile.cut_sequence(lengths)[0], sizes, placement, recompute)
-    names = "f", "i", "w", "activation", "weight_stash", "kept", "kept_gradients"
-    sums = {name: _sum_slices(profile, sizes, lengths, name) for name in names}
+    once = stage_costs(profile.cut_sequence(lengths)[0], sizes, placement, recompute, cluster)
+    profiles = _list_profiles(profile, placement, cluster)
+    own = {id(one): {name: _sum_slices(one, sizes, lengths, name) for name in ("f", "i", "w")} for one in profiles}
+    sums = {name: np.vstack([own[id(one)][name][stage] for stage, one in enumerate(profiles)]) for name in ("f", "i", "w")}
+    sums |= {name: _sum_slices(profile, sizes, lengths, name) for name in ("activation", "weight_stash", "kept", "kept_gradients")}
     again, last = np.array(recompute)[:, None], np.cumsum(sizes) - 1
     output = profile.tabulate_slices("output", lengths)[last]
     held = np.where(again, _tabulate_inputs(profile, sizes, lengths), sums["activation"])
@@ -81,21 +99,28 @@ def _tabulate_reserves(profile: Profile, sizes: Sequence[int], recompute: Sequen
     return np.asarray(workspace + np.where(np.array(recompute)[:, None], again, 0.0))
 
 
-def stage_costs(profile: Profile, sizes: Sequence[int], placement: Placement, recompute: Sequence[bool]) -> Costs:
-    """The costs of the placement's stages.
+def stage_costs(
+    profile: Profile, sizes: Sequence[int], placement: Placement, recompute: Sequence[bool], cluster: Cluster | None = None
+) -> Costs:
+    """The costs of the placement's stages; with a `cluster`, those on its devices, which are the ranks, and over its links.
 
     A recomputed stage runs its forward again before its backward for the input, and keeps its input in place of its
     activations; the memory of that second forward is counted with the parameters of the rank's first stage. Two copies of the
     model exchange their gradients at the end, before the reduction over data-parallel replicas and the optimizer step.
     """
-    cut, inputs = split_layers(profile, sizes), _list_inputs(profile, sizes)
+    profiles = _list_profiles(profile, placement, cluster)
+    runs = {id(one): split_layers(one, sizes) for one in profiles}
+    cut, inputs = [runs[id(one)][stage] for stage, one in enumerate(profiles)], _list_inputs(profile, sizes)
+    by_profile = {"latency": profile.latency, "bandwidth": profile.bandwidth, "contention": profile.contention}
+    links = Costs(**by_profile if cluster is None else cluster.link_fields)
 
     def sum_layers(name: str) -> tuple[float, ...]:
         return tuple(sum(getattr(layer, name) for layer in run) for run in cut)
 
     f, i, held = sum_layers("f"), sum_layers("i"), sum_layers("activation")
     kept_output = [*(run[-1].output * profile.keeps_output for run in cut[:-1]), 0.0]
-    return Costs(
+    return replace(
+        links,
         f=f,
         i=tuple(back + again * ahead for back, ahead, again in zip(i, f, recompute, strict=True)),
         w=sum_layers("w"),
@@ -107,23 +132,23 @@ def stage_costs(profile: Profile, sizes: Sequence[int], placement: Placement, re
         kept=sum_layers("kept") if any(sum_layers("kept")) else 0.0,
         output=tuple(run[-1].output for run in cut),
         parameters=_add_reserves(profile, sizes, placement, reserves(profile, sizes, placement, recompute)),
-        reduce=_time_reduction(profile, sum_layers("gradients"), sum_layers("reduction"), len(placement.copies)),
+        reduce=_time_reduction(links, placement, sum_layers("gradients"), sum_layers("reduction")),
         optimizer=sum_layers("update") if any(sum_layers("update")) else 0.0,
         overlap=profile.overlap,
-        contention=profile.contention,
-        latency=profile.latency,
-        bandwidth=profile.bandwidth,
         host_latency=profile.host_latency,
         host_bandwidth=profile.host_bandwidth,
         host_link_shared=profile.host_link_shared,
     )
 
 
-def _time_reduction(profile: Profile, gradients: Sequence[float], over_replicas: Sequence[float], copies: int) -> float | tuple[float, ...]:
+def _time_reduction(
+    links: Costs, placement: Placement, gradients: Sequence[float], over_replicas: Sequence[float]
+) -> float | tuple[float, ...]:
     """Time of the reduction over replicas, after the exchange between the two copies of the model in one pipeline."""
-    if copies == 1:
+    if len(placement.copies) == 1:
         return tuple(over_replicas) if any(over_replicas) else 0.0
-    within = [profile.latency + (0.0 if profile.bandwidth is None else size / profile.bandwidth) for size in gradients]
+    one, other = (np.array(ranks) for ranks in placement.copies[:2])
+    within = np.maximum(links.travel(gradients, one, other), links.travel(gradients, other, one)).tolist()
     return tuple(own + over for own, over in zip(within, over_replicas, strict=True))
 
 

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import CostsError, FileFormatError
+from penstock.ir.cluster import Device, Speeds
 from penstock.ir.costs import Costs
 from penstock.ir.formats.reading import check_record, read_settings, suffix_of
+from penstock.ir.formats.toml_form import toml_value
 from penstock.ir.rows import Floats
 from penstock.planner.profile.slices import TERMS, SliceCost, SliceCosts, list_prefixes
 from penstock.text.units import check_count, parse_size
@@ -90,6 +92,12 @@ class Layer:
         """The layer at a microbatch size `factor` times as large, assuming proportional growth."""
         slices = None if self.slices is None else self.slices.scaled(factor)
         return replace(self, **{name: getattr(self, name) * factor for name in PER_MICROBATCH}, slices=slices)
+
+    def at_speed(self, speeds: Speeds, place: int) -> Layer:
+        """The layer, at this place in its model, on a device of these speeds."""
+        f, i, w, optimizer = speeds.on_layer(place)
+        slices = None if self.slices is None else self.slices.at_speed(f, i, w)
+        return replace(self, f=self.f / f, i=self.i / i, w=self.w / w, update=self.update / optimizer, slices=slices)
 
     def slice_at(self, length: int, prefix: int, tokens: int) -> Layer:
         """The layer with the costs of a slice of a sequence of so many tokens in place of those of a microbatch."""
@@ -278,6 +286,51 @@ class Profile:
             nearest = replace(nearest, layers=[layer.scaled(factor) for layer in nearest.layers], input=nearest.input * factor)
         return replace(self, layers=nearest.layers, input=nearest.input, microbatch=microbatch, variants=())
 
+    # Devices ----------------------------------------------------------------------------------------------------------
+
+    def on(self, device: Device) -> Profile:
+        """The profile as it is on a device: all times divided by its speeds.
+
+        >>> from penstock.ir.cluster import Device
+        >>> Profile([Layer(f=1.0, i=1.0, w=1.0)] * 2).on(Device(speed={"f": 2, "i": 1, "w": 4})).time
+        3.5
+        """
+        speeds = device.speeds
+        if speeds.is_one:
+            return self
+        if speeds not in self._devices:
+            self.check_speeds(device)
+            self._devices[speeds] = replace(
+                self, layers=[layer.at_speed(speeds, place) for place, layer in enumerate(self.layers)], variants=()
+            )
+        return self._devices[speeds]
+
+    @cached_property
+    def _devices(self) -> dict[Speeds, Profile]:
+        """The devices that were asked for before."""
+        return {}
+
+    def check_speeds(self, device: Device) -> None:
+        """Refuse speeds per layer of another model."""
+        if device.speeds.layers not in {None, len(self)}:
+            raise CostsError(f"{device.name or 'a device'} has speeds for {device.speeds.layers} layers, but the model has {len(self)}")
+
+    def compare_speeds(self, measured: Profile) -> dict[str, list[float]]:
+        """The speeds of the device that the same layers were measured on, per kind and layer, for `Device(speed=...)`.
+
+        A layer that takes no time in one of the two counts as equally fast.
+        """
+        if len(measured) != len(self) or measured.microbatch != self.microbatch:
+            raise CostsError(
+                f"profiles of {len(self)} layers for microbatches of {self.microbatch} and of {len(measured)} layers for microbatches of "
+                f"{measured.microbatch} cannot be compared"
+            )
+        times = {
+            name: [(getattr(one, name), getattr(other, name)) for one, other in zip(self.layers, measured.layers, strict=True)]
+            for name in TIMES
+        }
+        return {name: [one / other if one and other else 1.0 for one, other in pairs] for name, pairs in times.items()}
+
     # Files ------------------------------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
@@ -354,16 +407,9 @@ def _write_toml_lines(data: dict[str, Any], prefix: str) -> Iterator[str]:
     tables = {name: value for name, value in data.items() if isinstance(value, list)}
     for name, value in data.items():
         if name not in tables:
-            yield f"{name} = {_write_toml_value(value)}"
+            yield f"{name} = {toml_value(value)}"
     for name, rows in tables.items():
         for row in rows:
             yield ""
             yield f"[[{prefix}{name}]]"
             yield from _write_toml_lines(row, f"{prefix}{name}.")
-
-
-def _write_toml_value(value: Any) -> str:
-    """A plain value, or a table in one line."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{name} = {_write_toml_value(inner)}" for name, inner in value.items()) + "}"
-    return json.dumps(value, ensure_ascii=False)

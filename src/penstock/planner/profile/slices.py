@@ -107,6 +107,10 @@ class SliceCosts:
         costs: dict[str, Any] = {name: getattr(self, name).scaled(factor) for name in _COSTS}
         return replace(self, **costs, **{name: factor * getattr(self, name) for name in _PER_TOKEN})
 
+    def at_speed(self, f: float, i: float, w: float) -> SliceCosts:
+        """The same layer on a device that is so many times as fast in each kind of action."""
+        return replace(self, f=self.f.scaled(1 / f), i=self.i.scaled(1 / i), w=self.w.scaled(1 / w))
+
     def to_json(self) -> dict[str, Any]:
         costs = {name: getattr(self, name).to_json() for name in _COSTS}
         numbers = {name: getattr(self, name) for name in (*_PER_TOKEN, "error") if getattr(self, name)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -26,9 +27,27 @@ def claim_gpu(rank: int) -> torch.device:
     return gpu
 
 
+def claim_device(kind: str, rank: int) -> torch.device:
+    """The rank's device of this kind; for `cuda`, a GPU of its own on this machine."""
+    return claim_gpu(rank) if kind == "cuda" else torch.device(kind)
+
+
 def device_name(device: torch.device) -> str:
     """The product name of a GPU, or the type of any other device."""
     return str(cuda.get_device_name(device)) if device.type == "cuda" else device.type
+
+
+def finish_work() -> None:
+    """Wait until the GPU has done all that was asked of it; returns at once without one."""
+    if is_initialized():
+        cuda.synchronize()
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of a GPU's memory, or of this machine's."""
+    if device.type == "cuda":
+        return int(cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class PeakMemory:

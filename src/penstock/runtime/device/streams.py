@@ -6,10 +6,12 @@ Without a GPU every function here does nothing, because the host's work is in or
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import is_dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from penstock.errors import ScheduleError
 from penstock.runtime.device.gpu import cuda, is_initialized
 from penstock.runtime.torch_internals import pytree
+from penstock.text.units import check_count
 
 
 class _SideStream(threading.local):
@@ -29,16 +32,28 @@ class _SideStream(threading.local):
 _side = _SideStream()
 
 
-def create_streams(ranks: int, sms: int | None = None) -> list[Any]:
-    """One stream per virtual rank, each on `sms` multiprocessors of its own if given; None for each rank without a GPU."""
+def create_streams(ranks: int, sms: int | Sequence[int] | None = None) -> list[Any]:
+    """One stream per virtual rank, each on `sms` multiprocessors of its own if given; None for each rank without a GPU.
+
+    `sms` is one number, or one per rank.
+    """
+    sizes = None if sms is None else check_sizes(ranks, sms)
     if not cuda.is_available():
         if sms is not None:
             raise ScheduleError(f"sms={sms}: there is no GPU to split")
         return [None] * ranks
-    if sms is None:
+    if sizes is None:
         return [cuda.Stream() for _ in range(ranks)] if ranks > 1 else [cuda.current_stream()]
     cuda.init()
-    return [cuda.ExternalStream(stream) for stream in split_multiprocessors(ranks, sms, cuda.current_device())]
+    return [cuda.ExternalStream(stream) for stream in split_multiprocessors(sizes, cuda.current_device())]
+
+
+def check_sizes(ranks: int, sms: int | Sequence[int]) -> tuple[int, ...]:
+    """The multiprocessors of each rank."""
+    sizes = tuple(sms) if isinstance(sms, Sequence) else (sms,) * ranks
+    if len(sizes) != ranks:
+        raise ScheduleError(f"sms has {len(sizes)} values for {ranks} ranks: give one number, or one per rank")
+    return tuple(check_count("sms", size, error=ScheduleError) for size in sizes)
 
 
 def get_current_stream() -> Any:
@@ -126,27 +141,37 @@ _NON_BLOCKING = 1
 
 
 @cache
-def split_multiprocessors(parts: int, size: int, device: int) -> tuple[int, ...]:
-    """One stream per part, on `size` multiprocessors that no other part uses. The streams last as long as the process.
+def split_multiprocessors(sizes: tuple[int, ...], device: int) -> tuple[int, ...]:
+    """One stream per size, on so many multiprocessors that no other part uses. The streams last as long as the process.
 
-    The driver's own functions split the device once for all streams. torch's green contexts (`torch.cuda.green_contexts`) are not
-    suitable: each is made from the whole device, and two of them may overlap.
+    The driver's own functions split the device once for all streams, into equal units; a part is one unit or several in a row. torch's
+    green contexts (`torch.cuda.green_contexts`) are not suitable: each is made from the whole device, and two of them may overlap.
     """
-    driver = _load_driver()
+    driver, unit, total = _load_driver(), math.gcd(*sizes), sum(sizes)
     number = ctypes.c_int()
     _check(driver, "cuDeviceGet", ctypes.byref(number), device)
     whole, rest = (ctypes.create_string_buffer(_SIZE) for _ in range(2))
     _check(driver, "cuDeviceGetDevResource", number, whole, _MULTIPROCESSORS)
-    if _count(whole, 0) < parts * size:
-        raise ScheduleError(f"{parts} parts of {size} multiprocessors, but the device has {_count(whole, 0)}")
-    split, count = ctypes.create_string_buffer(_SIZE * parts), ctypes.c_uint(parts)
-    _check(driver, "cuDevSmResourceSplitByCount", split, ctypes.byref(count), whole, rest, 0, size)
-    sizes = [_count(split, part) for part in range(count.value)]
-    if sizes != [size] * parts:
+    asked = f"{len(sizes)} parts of {_list_sizes(sizes)} multiprocessors"
+    if _count(whole, 0) < total:
+        raise ScheduleError(f"{asked}, but the device has {_count(whole, 0)}")
+    units = total // unit
+    split, count = ctypes.create_string_buffer(_SIZE * units), ctypes.c_uint(units)
+    _check(driver, "cuDevSmResourceSplitByCount", split, ctypes.byref(count), whole, rest, 0, unit)
+    counts = [_count(split, place) for place in range(count.value)]
+    if counts != [unit] * units:
         raise ScheduleError(
-            f"the device gives parts of {sizes} multiprocessors, but {parts} parts of {size} were requested: request a size that it gives"
+            f"the device gives units of {counts} multiprocessors, but {asked} need {units} units of {unit}: request multiples of a size "
+            "that it gives"
         )
-    return tuple(_create_stream(driver, number, ctypes.byref(split, part * _SIZE)) for part in range(parts))
+    firsts = [first // unit for first in accumulate(sizes[:-1], initial=0)]
+    return tuple(
+        _create_stream(driver, number, ctypes.byref(split, first * _SIZE), size // unit) for first, size in zip(firsts, sizes, strict=True)
+    )
+
+
+def _list_sizes(sizes: Sequence[int]) -> str:
+    return str(sizes[0]) if len(set(sizes)) == 1 else ", ".join(map(str, sizes))
 
 
 def _count(resources: Any, place: int) -> int:
@@ -154,9 +179,10 @@ def _count(resources: Any, place: int) -> int:
     return int.from_bytes(resources.raw[place * _SIZE + _COUNT_AT :][:4], "little")
 
 
-def _create_stream(driver: Any, device: Any, resource: Any) -> int:
+def _create_stream(driver: Any, device: Any, resources: Any, count: int) -> int:
+    """A stream on so many resources in a row."""
     description, context, stream = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-    _check(driver, "cuDevResourceGenerateDesc", ctypes.byref(description), resource, 1)
+    _check(driver, "cuDevResourceGenerateDesc", ctypes.byref(description), resources, count)
     _check(driver, "cuGreenCtxCreate", ctypes.byref(context), description, device, _DEFAULT_STREAM)
     _check(driver, "cuGreenCtxStreamCreate", ctypes.byref(stream), context, _NON_BLOCKING, 0)
     return stream.value or 0

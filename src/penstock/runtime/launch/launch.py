@@ -28,7 +28,7 @@ def launch(
     args: Sequence[Any] = (),
     *,
     parallel: bool = False,
-    sms: int | None = None,
+    sms: int | Sequence[int] | None = None,
     losses: int = 0,
     restart: bool = False,
 ) -> list[Any]:
@@ -44,7 +44,7 @@ def launch(
     each, and calls the function from its beginning; its pipeline joins the others at their next checkpoint.
 
     On a GPU each virtual rank has a stream of its own. With `sms` each stream has that many multiprocessors for itself, so that
-    one GPU stands for several smaller ones.
+    one GPU stands for several smaller ones; with one number per rank, for GPUs of different speeds.
     """
     if ranks < 1:
         raise ScheduleError(f"{ranks} ranks: at least 1 is needed")

@@ -58,7 +58,7 @@ class JointPipeline:
         """The plan's costs; None if there are none, or they are those of other microbatches."""
         if self._costs is not None:
             with contextlib.suppress(CostsError):
-                self._costs.check(table.stages, table.units)
+                self._costs.check(table.stages, table.units, table.ranks)
                 return self._costs
         return None
 

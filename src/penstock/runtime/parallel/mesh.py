@@ -13,7 +13,8 @@ from penstock.errors import PipelineError, ScheduleError, nearest
 from penstock.planner.losses import Survivors
 from penstock.runtime.device.connections import default_backend
 from penstock.runtime.transport import current_group
-from penstock.runtime.transport.subgroup import ProcessSubgroup, get_subgroup
+from penstock.runtime.transport.group import Group
+from penstock.runtime.transport.subgroup import ProcessSubgroup, get_subgroup, join_members
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -162,11 +163,32 @@ def _check_names(names: Sequence[str]) -> None:
         raise ScheduleError(f"the device mesh has the data dimensions {data}: give one, or dp_replicate before dp_shard")
 
 
-def find_group(within: Any, mesh: Any, transport: str) -> tuple[Any, int, PipelineMesh | None]:
-    """Return the pipeline's group, this process's rank in it, and the mesh that it is part of, if any."""
+def find_group(within: Any, mesh: Any, transport: str, devices: Sequence[int] = ()) -> tuple[Any, int, PipelineMesh | None]:
+    """Return the pipeline's group, this process's rank in it, and the mesh that it is part of, if any.
+
+    `devices[k]` is the rank of the group, or of the mesh along `pp`, that becomes rank k of the pipeline; by default its own number.
+    """
     if mesh is None:
-        return *current_group.get_group(within, transport), None
+        return *arrange_ranks(*current_group.get_group(within, transport), devices), None
     if within is not None:
         raise ScheduleError("give either group= or mesh=: the mesh's dimension 'pp' is the pipeline's group")
     pipeline_mesh = PipelineMesh(mesh, transport)
-    return pipeline_mesh.pipe, pipeline_mesh.pipe.rank, pipeline_mesh
+    pipe = pipeline_mesh.pipe
+    if devices:
+        _check_devices(devices, pipe.ranks)
+        pipe = get_subgroup(pipeline_mesh.whole, [pipe.members[device] for device in devices])
+    return pipe, pipe.rank, pipeline_mesh
+
+
+def arrange_ranks(group: Group, rank: int, devices: Sequence[int]) -> tuple[Group, int]:
+    """Return the group with its ranks in another order, and this one's number there: `devices[k]` becomes rank k."""
+    if not devices or list(devices) == list(range(group.ranks)):
+        return group, rank
+    _check_devices(devices, group.ranks)
+    arranged = join_members(group, rank, devices)
+    return arranged, arranged.rank
+
+
+def _check_devices(devices: Sequence[int], ranks: int) -> None:
+    if sorted(devices) != list(range(ranks)):
+        raise ScheduleError(f"the plan is for the devices {list(devices)} of a cluster, but there are {ranks} ranks: start one per device")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError, ScheduleError, ScriptError, nearest
 from penstock.planner.profile import Profile
 from penstock.runtime.checkpoint.checkpoints import Checkpoints
-from penstock.runtime.device.gpu import claim_gpu, default_device_type
+from penstock.runtime.device.gpu import claim_device, default_device_type
+from penstock.runtime.measure.links import measure_link
 from penstock.runtime.measure.metrics import OnStep
 from penstock.runtime.measure.parity import Parity
 from penstock.runtime.measure.profile import profile
@@ -141,9 +140,6 @@ LoadFile = Callable[[], TrainingFile]
 """Loads the training file; called on every rank."""
 _DEADLINE = 3600.0
 """Seconds that the other ranks wait for the first one to measure the model."""
-_ROUNDS = 15
-_SMALL, _LARGE = 64, 1 << 20
-"""Bytes of the messages that give the latency and the bandwidth."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +163,7 @@ class TrainingOptions:
 
     def claim_device(self) -> torch.device:
         """This rank's device; for `cuda`, a GPU of its own on this machine."""
-        return claim_gpu(rank()) if self.device == "cuda" else torch.device(self.device)
+        return claim_device(self.device, rank())
 
 
 def choose_device(name: str) -> str:
@@ -305,8 +301,8 @@ def profile_file(load_file: LoadFile, options: TrainingOptions, sizes: Sequence[
     group.gather(rank, "profile", None, _DEADLINE)
     if options.device != "cpu" or group.ranks == 1 or rank > 1:
         return layers
-    latency, bandwidth = measure_link(rank)
-    return None if layers is None else replace(layers, latency=latency, bandwidth=bandwidth)
+    link = measure_link(1 - rank, first=rank == 0)
+    return None if layers is None else replace(layers, latency=link.latency, bandwidth=link.bandwidth)
 
 
 def _profile_layers(file: TrainingFile, options: TrainingOptions, sizes: Sequence[int], report: OnProgress) -> Profile:
@@ -322,23 +318,3 @@ def _profile_layers(file: TrainingFile, options: TrainingOptions, sizes: Sequenc
         device=options.claim_device(),
         progress=lambda activity, done, total: report(TrainingProgress(activity)),
     )
-
-
-def measure_link(rank: int) -> tuple[float, float | None]:
-    """The latency in seconds and the bandwidth in bytes per second, if it shows; ranks 0 and 1 call it together."""
-    small, large = (_time_one_way(rank, size) for size in (_SMALL, _LARGE))
-    return small, _LARGE / (large - small) if large > small else None
-
-
-def _time_one_way(rank: int, size: int) -> float:
-    """Half of the median round trip."""
-    message, times = torch.zeros(size, dtype=torch.uint8), []
-    for _ in range(_ROUNDS):
-        start = time.perf_counter()
-        for sender in (0, 1):
-            if sender == rank:
-                dist.send(message, 1 - rank)
-            else:
-                dist.recv(message, 1 - rank)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) / 2

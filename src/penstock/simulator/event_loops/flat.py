@@ -41,22 +41,28 @@ class Flat:
         names = tuple((k // 2 // len(rows), k // 2 % len(rows), Kind.SEND_B if k % 2 else Kind.SEND_F) for k in keys.tolist())
         return Messages(before, after, maker, backward, source, target, index, names)
 
-    def graph(self, contention: str = "independent", host_link_shared: int = 1) -> Graph:
-        """The structure with its links: one per channel, per direction of a pair, per direction of a rank, or per rank.
+    def graph(self, costs: Costs | None = None) -> Graph:
+        """The structure with the links that messages share under these costs; by default one per channel.
 
-        Each direction of a link to the host is a lane; `host_link_shared` is how many ranks share one.
+        Each direction of a link to the host is a lane too, which several ranks may share.
         """
-        graph = self._link_messages(contention)
-        if host_link_shared == 1 or not self._copies.any():
+        if costs is None:
+            return self._independent
+        graph = self._link_messages(costs)
+        if costs.host_link_shared == 1 or not self._copies.any():
             return graph
-        lane, count = self._number_lanes(host_link_shared)
+        lane, count = self._number_lanes(costs.host_link_shared)
         return graph._replace(collective=lane, num_lanes=count, shares_lanes=True)
 
-    def _link_messages(self, contention: str) -> Graph:
-        messages, ranks = self.messages, self.table.ranks
+    def _link_messages(self, costs: Costs) -> Graph:
+        """One link per channel, per direction of a pair, per direction of a rank, per rank, or as the lanes of the costs say."""
+        messages, ranks, contention = self.messages, self.table.ranks, costs.contention
         if contention == "independent":
             return self._independent
-        if contention == "pair":
+        if costs.lanes is not None:
+            lanes = np.array(costs.lanes, dtype=np.int64)[messages.source, messages.target]
+            one, other, count = lanes[:, 0], lanes[:, 1], int(np.max(costs.lanes)) + 1
+        elif contention == "pair":
             pairs, one = np.unique(messages.source * ranks + messages.target, return_inverse=True)
             other, count = one, len(pairs)
         elif contention == "duplex":
@@ -186,7 +192,7 @@ class Flat:
     def durations(self, costs: Costs) -> Durations:
         """How long every node, message and collective takes."""
         table, rows = self.table, self.table.rows
-        costs.check(table.stages, table.units)
+        costs.check(table.stages, table.units, table.ranks)
         taken = np.zeros(len(rows.codes))
         for kind, name in ((Kind.F, "f"), (Kind.B, "b"), (Kind.I, "i"), (Kind.W, "w")):
             self._fill(taken, rows.is_kind(kind), costs, name)
@@ -213,9 +219,7 @@ class Flat:
             taken[of_kind] = costs.table(name, table.stages, table.units)[rows.stage[of_kind], rows.microbatch[of_kind]]
 
     def _find_travel(self, costs: Costs) -> Floats:
-        if costs.bandwidth is None:
-            return np.full(len(self.messages.before), costs.latency)
-        return costs.latency + self.sizes(costs) / costs.bandwidth
+        return costs.travel(self.sizes(costs), self.messages.source, self.messages.target)
 
     def sizes(self, costs: Costs) -> Floats:
         """The size of each message: the output of the lower stage of its edge."""

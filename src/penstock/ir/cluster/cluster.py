@@ -1,0 +1,525 @@
+"""Devices of different speeds and memory, and the links between them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import CostsError, FileFormatError, nearest
+from penstock.ir.cluster.links import Bandwidth, Lanes, Latency, as_array, check_bandwidth, check_lanes, check_latency, is_table, permute
+from penstock.ir.formats.reading import check_record, read_settings, suffix_of
+from penstock.ir.formats.toml_form import toml_value
+from penstock.text.units import SECONDS, check_count, check_number, parse_size
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from penstock.ir.costs import Costs
+    from penstock.ir.placement import Placement
+
+PerLayer = float | tuple[float, ...]
+
+CARDS = ("node", "device")
+_NODE_FIELDS: dict[str, tuple[type, ...]] = {"node_latency": (int, float), "node_bandwidth": (int, float, str, type(None)), "card": (str,)}
+"""Fields of a file that describe links by nodes, with their types."""
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """How many times as fast as the profile each kind of action runs on a device: one number, or one per layer of the model."""
+
+    f: PerLayer = 1.0
+    i: PerLayer = 1.0
+    w: PerLayer = 1.0
+    optimizer: PerLayer = 1.0
+    """The optimizer's step; as fast as w if it is left out of a table."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, _check_speed(f"speed.{field.name}", getattr(self, field.name)))
+        counts = {field.name: len(getattr(self, field.name)) for field in fields(self) if isinstance(getattr(self, field.name), tuple)}
+        if len(set(counts.values())) > 1:
+            listed = ", ".join(f"{count} for {name}" for name, count in counts.items())
+            raise CostsError(f"speeds per layer have different lengths: {listed}")
+
+    @classmethod
+    def of(cls, value: Any) -> Speeds:
+        """From one number for all kinds, or from a table with f, i and w."""
+        if isinstance(value, Speeds):
+            return value
+        if not isinstance(value, Mapping):
+            same = _check_speed("speed", value)
+            return cls(same, same, same, same)
+        known = [field.name for field in fields(cls)]
+        for name in value:
+            if name not in known:
+                raise CostsError(f"there is no speed of {name!r}: {nearest(str(name), known)}")
+        missing = [name for name in known[:3] if name not in value]
+        if missing:
+            raise CostsError(f"speed is one number, or a table with f, i and w: {' and '.join(missing)} missing")
+        return cls(**{"optimizer": value["w"], **value})
+
+    @property
+    def layers(self) -> int | None:
+        """Of how many layers it knows the speed; None if the speeds are the same on all layers."""
+        return next((len(value) for value in (self.f, self.i, self.w, self.optimizer) if isinstance(value, tuple)), None)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether everything takes as long as the profile says."""
+        return self == Speeds()
+
+    def on_layer(self, layer: int) -> tuple[float, float, float, float]:
+        """The speeds of f, i, w and the optimizer on a layer."""
+        f, i, w, optimizer = (value[layer] if isinstance(value, tuple) else value for value in (self.f, self.i, self.w, self.optimizer))
+        return f, i, w, optimizer
+
+    def describe(self) -> str:
+        """One number, or one per kind; the mean over layers that differ."""
+        means = [_mean(value) for value in (self.f, self.i, self.w)]
+        return f"{means[0]:.3g}" if len(set(means)) == 1 else "f {:.3g}, i {:.3g}, w {:.3g}".format(*means)
+
+    def to_json(self) -> Any:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if len(set(values.values())) == 1:
+            return _plain(self.f)
+        if self.optimizer == self.w:
+            del values["optimizer"]
+        return {name: _plain(value) for name, value in values.items()}
+
+
+def _mean(value: PerLayer) -> float:
+    return sum(value) / len(value) if isinstance(value, tuple) else value
+
+
+def _plain(value: PerLayer) -> float | list[float]:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _check_speed(name: str, value: Any) -> PerLayer:
+    if is_table(value):
+        values = list(value)
+        if not values:
+            raise CostsError(f"{name} is empty: give one number, or one per layer")
+        return tuple(_check_one_speed(f"{name}[{layer}]", item) for layer, item in enumerate(values))
+    return _check_one_speed(name, value)
+
+
+def _check_one_speed(name: str, value: Any) -> float:
+    speed = check_number(name, value)
+    if not speed:
+        raise CostsError(f"{name} must be more than 0: leave a device that does not run out of the cluster")
+    return speed
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device: how fast it is compared with the profile, its memory and the node that it is in.
+
+    >>> Device("a100", speed=0.5, memory="40GiB").speeds.w
+    0.5
+    """
+
+    name: str = ""
+    speed: float | Mapping[str, Any] | Speeds = 1.0
+    """1 is as fast as the profile says, 2 twice as fast: one number, or a table with one per kind of action (f, i, w, and optimizer if it
+    differs from w). Each may be one number per layer, for a device on which the model was measured itself."""
+    memory: float | str | None = None
+    """In the unit of the profile's sizes, or like "80GiB"."""
+    node: str = ""
+    """The machine that the device is in. Devices of one node have links of their own between them."""
+
+    def __post_init__(self) -> None:
+        for name in ("name", "node"):
+            if not isinstance(getattr(self, name), str):
+                raise CostsError(f"a device's {name} is text, got {getattr(self, name)!r}")
+        object.__setattr__(self, "speed", Speeds.of(self.speed))
+        if self.memory is not None:
+            object.__setattr__(self, "memory", parse_size(self.memory, "memory"))
+            if not self.memory:
+                raise CostsError("memory must be more than 0")
+
+    @property
+    def speeds(self) -> Speeds:
+        assert isinstance(self.speed, Speeds)
+        return self.speed
+
+    @property
+    def size(self) -> float | None:
+        """Its memory as a number."""
+        assert not isinstance(self.memory, str)
+        return self.memory
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for devices that take and hold the same, wherever they are."""
+        return self.speeds, self.memory
+
+    def to_json(self) -> dict[str, Any]:
+        data: dict[str, Any] = {"name": self.name} if self.name else {}
+        if not self.speeds.is_one:
+            data["speed"] = self.speeds.to_json()
+        if self.memory is not None:
+            data["memory"] = self.memory
+        return data | ({"node": self.node} if self.node else {})
+
+    @classmethod
+    def from_json(cls, data: Any) -> Device:
+        return cls(**check_record(data, cls, "a device", error=CostsError))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices, and the links between each pair of them.
+
+    Times and sizes are in the units of the profile or costs that it is used with.
+
+    >>> fast, slow = Device("fast", memory=8), Device("slow", speed=0.5, memory=4)
+    >>> Cluster([fast, slow, slow], latency=0.1).assign([1, 0, 2]).memory_limit
+    (4.0, 8.0, 4.0)
+    """
+
+    devices: Sequence[Device]
+    latency: Latency = 0.0
+    """Time of a message of size 0: one number, or a table with one row per sender and one column per receiver."""
+    bandwidth: Bandwidth = None
+    """Size per time that a link carries, in the same form; None is unlimited."""
+    lanes: Lanes | None = None
+    """Which messages share a link: for each sender and receiver the numbers of an out lane and an in lane. By default activations and
+    gradients have a link of their own between each two ranks."""
+    time_unit: str = ""
+    """The unit of times, if it is known: s, ms, us or ns."""
+    size_unit: str = ""
+    """The unit of sizes, if it is known: B for bytes."""
+
+    def __post_init__(self) -> None:
+        devices = tuple(self.devices) if is_table(self.devices) else ()
+        if not devices or not all(isinstance(device, Device) for device in devices):
+            raise CostsError("a cluster needs a list of at least one device, each a penstock.Device")
+        object.__setattr__(self, "devices", devices)
+        object.__setattr__(self, "latency", check_latency("latency", self.latency))
+        object.__setattr__(self, "bandwidth", check_bandwidth("bandwidth", self.bandwidth, text=True))
+        if self.lanes is not None:
+            object.__setattr__(self, "lanes", check_lanes("lanes", self.lanes))
+        for name in ("latency", "bandwidth", "lanes"):
+            table = getattr(self, name)
+            if isinstance(table, tuple) and len(table) != len(devices):
+                raise CostsError(f"{name} is a table for {len(table)} devices, but the cluster has {len(devices)}")
+        self._check_devices()
+        if self.time_unit not in ("", *SECONDS):
+            raise CostsError(f"time_unit must be one of {', '.join(SECONDS)}, got {self.time_unit!r}")
+        if self.size_unit not in {"", "B"}:
+            raise CostsError(f"size_unit must be B for bytes, or left out, got {self.size_unit!r}")
+
+    def _check_devices(self) -> None:
+        without = [place for place, device in enumerate(self.devices) if device.memory is None]
+        known = len(self.devices) - len(without)
+        if without and known:
+            raise CostsError(
+                f"device {without[0]} has no memory, but {known} of {len(self.devices)} devices have: give the memory of all or of none"
+            )
+        counts = {device.speeds.layers for device in self.devices} - {None}
+        if len(counts) > 1:
+            raise CostsError(f"devices have speeds for {' and '.join(map(str, sorted(counts, key=str)))} layers: they are of other models")
+
+    @classmethod
+    def from_nodes(
+        cls,
+        devices: Sequence[Device],
+        *,
+        latency: float = 0.0,
+        bandwidth: float | str | None = None,
+        node_latency: float = 0.0,
+        node_bandwidth: float | str | None = None,
+        card: str = "node",
+        **units: str,
+    ) -> Cluster:
+        """Devices in nodes: one link each way for each pair in a node, and network cards between nodes.
+
+        `latency` and `bandwidth` are those between nodes, `node_latency` and `node_bandwidth` those within one. With `card="node"` all
+        devices of a node share one network card, which sends one message and receives one at a time; with `card="device"` each device has
+        its own.
+
+        >>> four = [Device(node="a"), Device(node="a"), Device(node="b"), Device(node="b")]
+        >>> cluster = Cluster.from_nodes(four, latency=1.0, node_latency=0.1)
+        >>> cluster.latency[0], cluster.lanes[0][2] == cluster.lanes[1][3]
+        ((0.0, 0.1, 1.0, 1.0), True)
+        """
+        if card not in CARDS:
+            raise CostsError(f"card must be one of {', '.join(CARDS)}, got {card!r}")
+        rates = {"latency": latency, "bandwidth": bandwidth, "node_latency": node_latency, "node_bandwidth": node_bandwidth}
+        for name, value in rates.items():
+            if is_table(value):
+                raise CostsError(f"{name} is one number if links are described by nodes: leave out {', '.join(_NODE_FIELDS)} for a table")
+        devices = tuple(devices)
+        owners: list[str | int] = [device.node if card == "node" and device.node else place for place, device in enumerate(devices)]
+        cards = {owner: number for number, owner in enumerate(dict.fromkeys(owners))}
+        first_pair = 2 * len(cards)
+        within = [[_is_same_node(one, other) for other in devices] for one in devices]
+        lanes = [
+            [
+                (first_pair + source * len(devices) + target,) * 2
+                if within[source][target]
+                else (2 * cards[owners[source]], 2 * cards[owners[target]] + 1)
+                for target in range(len(devices))
+            ]
+            for source in range(len(devices))
+        ]
+        tables = {
+            name: tuple(tuple(near if same else far for same in row) for row in within)
+            for name, near, far in (("latency", node_latency, latency), ("bandwidth", node_bandwidth, bandwidth))
+        }
+        return cls(devices, tables["latency"], tables["bandwidth"], lanes, **units)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    @property
+    def memory_limit(self) -> tuple[float, ...] | None:
+        """The memory of each device; None if it is not known."""
+        sizes = [device.size for device in self.devices]
+        return None if None in sizes else tuple(size for size in sizes if size is not None)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The names of the nodes, in the order of their first devices."""
+        return tuple(dict.fromkeys(device.node for device in self.devices))
+
+    @property
+    def has_equal_devices(self) -> bool:
+        """Whether all devices have the same speeds."""
+        return len({device.speeds for device in self.devices}) == 1
+
+    @property
+    def is_even(self) -> bool:
+        """Whether it does not matter which device is where: the same speeds, memory and links everywhere."""
+        return len(self.list_groups()) == 1
+
+    def list_groups(self) -> list[tuple[int, ...]]:
+        """The devices in groups: any two of one group can change places without any difference."""
+        groups: list[list[int]] = []
+        for device in range(len(self.devices)):
+            group = next((group for group in groups if self._are_alike(group[0], device)), None)
+            if group is None:
+                groups.append([device])
+            else:
+                group.append(device)
+        return [tuple(group) for group in groups]
+
+    def _are_alike(self, one: int, other: int) -> bool:
+        """Whether everything stays the same if two devices change places, up to the numbers of lanes."""
+        import numpy as np
+
+        if self.devices[one].kind != self.devices[other].kind:
+            return False
+        order = np.arange(len(self.devices))
+        order[one], order[other] = other, one
+        if not all(np.array_equal(table, table[order][:, order]) for table in self._rates):
+            return False
+        if self.lanes is None:
+            return True
+        lanes, apart = np.array(self.lanes), ~np.eye(len(order), dtype=np.bool_)
+        before, after = lanes[apart].ravel(), lanes[order][:, order][apart].ravel()
+        pairs = len(np.unique(before * (lanes.max() + 1) + after))
+        return pairs == len(np.unique(before)) == len(np.unique(after))
+
+    def assign(self, devices: Sequence[int]) -> Cluster:
+        """The cluster as the ranks of a pipeline see it: `devices[k]` is the device that becomes rank k. Some may be left out."""
+        known = len(self.devices)
+        if not devices or any(type(device) is not int or not 0 <= device < known for device in devices) or len(set(devices)) < len(devices):
+            raise CostsError(f"devices={list(devices)}: name devices of 0..{known - 1}, each at most once")
+        return replace(
+            self,
+            devices=tuple(self.devices[device] for device in devices),
+            latency=permute(self.latency, devices),
+            bandwidth=permute(self.bandwidth, devices),
+            lanes=None if self.lanes is None else permute(self.lanes, devices),
+        )
+
+    def apply(self, costs: Costs, placement: Placement) -> Costs:
+        """Costs in which every stage takes as long as it does on the device of its rank, and messages as long as on its links.
+
+        >>> from penstock.ir.costs import Costs
+        >>> from penstock.ir.placement import Placement
+        >>> Cluster([Device(), Device(speed=0.5)]).apply(Costs(f=1.0), Placement.linear(2)).f
+        (1.0, 2.0)
+        """
+        self.check_ranks(placement.ranks)
+        self.check_copies(len(placement.copies))
+        speeds = [self.devices[rank].speeds for rank in placement.copies[0]]
+        if any(speed.layers is not None for speed in speeds):
+            raise CostsError("the speeds of the devices are per layer, and costs know only stages: plan with a profile instead")
+        if costs.b is not None and any(speed.i != speed.w for speed in speeds):
+            raise CostsError("costs.b is the time of a full backward, and i and w differ in speed: give i and w instead of b")
+        values = {"f": "f", "i": "i", "w": "w", "b": "w", "optimizer": "optimizer"}
+        times: dict[str, Any] = {
+            name: _divide(getattr(costs, name), [getattr(speed, of) for speed in speeds])
+            for name, of in values.items()
+            if getattr(costs, name)
+        }
+        if not self.has_equal_devices or not self.devices[0].speeds.is_one:
+            costs = replace(costs, **times)
+        return replace(costs, **self.link_fields)
+
+    @property
+    def link_fields(self) -> dict[str, Any]:
+        """The fields of `Costs` that describe the links."""
+        shared = {"contention": "independent", "lanes": None} if self.lanes is None else {"contention": "links", "lanes": self.lanes}
+        return {"latency": self.latency, "bandwidth": self.bandwidth, **shared}
+
+    def check_ranks(self, ranks: int) -> None:
+        """Refuse another number of ranks than devices."""
+        if ranks != len(self.devices):
+            raise CostsError(
+                f"{ranks} ranks on a cluster of {len(self.devices)} devices: take one rank per device, or leave devices out with assign()"
+            )
+
+    def check_copies(self, copies: int) -> None:
+        """Refuse two copies of the model on devices of different speeds."""
+        if copies > 1 and not self.has_equal_devices:
+            raise CostsError(
+                f"{copies} copies of the model on devices of different speeds: each stage would run on a fast and on a slow device, but "
+                "its costs are one value. Choose a schedule with one copy"
+            )
+
+    def describe(self) -> str:
+        """Devices and nodes in one line: `6 devices (2 fast, 4 slow) in 2 nodes`."""
+        names = Counter(device.name or f"of speed {device.speeds.describe()}" for device in self.devices)
+        kinds = ", ".join(f"{count} {name}" for name, count in names.items())
+        nodes = f" in {len(self.nodes)} nodes" if len(self.nodes) > 1 else ""
+        return f"{len(self.devices)} devices ({kinds}){nodes}"
+
+    def name_of(self, device: int) -> str:
+        """The name of a device, or its number."""
+        return self.devices[device].name or f"device {device}"
+
+    # Links ------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _rates(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Latency and bandwidth of every pair, the diagonal left out by infinite latency."""
+        import numpy as np
+
+        shape = (len(self.devices),) * 2
+        latency = np.broadcast_to(as_array(self.latency), shape).copy()
+        np.fill_diagonal(latency, math.inf)
+        bandwidth = np.broadcast_to(as_array(self.bandwidth), shape).copy()
+        np.fill_diagonal(bandwidth, math.inf)
+        return latency, bandwidth
+
+    def find_least_hop(self, size: float) -> float:
+        """The least time of a message of this size between any two devices; 0 if there is only one."""
+        latency, bandwidth = self._rates
+        return 0.0 if len(self.devices) == 1 else float((latency + size / bandwidth).min())
+
+    def find_least_tour(self, size: float) -> float:
+        """The least time of messages of this size there and back over links that connect all devices: a spanning tree.
+
+        >>> Cluster([Device()] * 3, latency=[[0, 1, 9], [2, 0, 4], [9, 4, 0]]).find_least_tour(0.0)
+        11.0
+        """
+        latency, bandwidth = self._rates
+        there = latency + size / bandwidth
+        both, total, left = there + there.T, 0.0, list(range(1, len(self.devices)))
+        near = both[0].copy()
+        while left:
+            device = min(left, key=near.__getitem__)
+            left.remove(device)
+            total += float(near[device])
+            near = both[device].clip(max=near)
+        return total
+
+    # Files ------------------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """The cluster as plain data; unlimited bandwidth is null."""
+        plain = ("time_unit", "size_unit", "latency", "bandwidth", "lanes")
+        changed = [field.name for field in fields(self) if field.name in plain and getattr(self, field.name) != field.default]
+        devices = [device.to_json() for device in self.devices]
+        return {**{name: _lists(getattr(self, name)) for name in changed}, "devices": devices}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Cluster:
+        """The reverse of `to_json`; a device may have a `count`, and links may be described by nodes, as in `from_nodes`."""
+        check_record(data, cls, "a cluster", error=CostsError, types=_NODE_FIELDS)
+        values = {**data, "devices": list(_read_devices(data["devices"]))}
+        if not any(name in data for name in _NODE_FIELDS):
+            return cls(**values)
+        if "lanes" in data:
+            raise CostsError("lanes are given by the nodes: leave out lanes, or give latency and bandwidth as tables")
+        return cls.from_nodes(**values)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a `.json` or `.toml` file."""
+        from penstock.ir.formats.csv_form import write_whole
+
+        data = self.to_json()
+        if suffix_of(path) == ".json":
+            write_whole(path, json.dumps(data, indent=1) + "\n")
+        else:
+            write_whole(path, _toml_text(data))
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Cluster:
+        """Read a `.json` or `.toml` file."""
+        data = read_settings(path)
+        try:
+            return cls.from_json(data)
+        except CostsError as error:
+            raise FileFormatError(os.fspath(path), str(error)) from None
+
+
+def _is_same_node(one: Device, other: Device) -> bool:
+    return bool(one.node) and one.node == other.node
+
+
+def _divide(value: Any, speeds: Sequence[float]) -> Any:
+    """One value per stage, divided by the speed of each."""
+    rows = value if isinstance(value, tuple) else (value,) * len(speeds)
+    if len(rows) != len(speeds):
+        raise CostsError(f"costs have {len(rows)} values for {len(speeds)} stages: give one number or one per stage")
+    return tuple(
+        tuple(item / speed for item in row) if isinstance(row, tuple) else row / speed for row, speed in zip(rows, speeds, strict=True)
+    )
+
+
+def _read_devices(data: Any) -> Iterator[Device]:
+    if not isinstance(data, list):
+        raise CostsError(f"devices must be a list, got {data!r}")
+    for place, entry in enumerate(data):
+        values = dict(entry) if isinstance(entry, dict) else entry
+        count = values.pop("count", 1) if isinstance(values, dict) else 1
+        try:
+            check_count("count", count)
+            device = Device.from_json(values)
+        except CostsError as error:
+            raise CostsError(f"device {place}: {error}") from None
+        yield from [device] * count
+
+
+def _lists(value: Any) -> Any:
+    return [_lists(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _toml_text(data: dict[str, Any]) -> str:
+    """Links first, one row per line, then the devices; unlimited is `inf`, because TOML has no null."""
+    lines = [f"{name} = {_toml_table(value)}" for name, value in data.items() if name != "devices"]
+    for device in data["devices"]:
+        lines += ["", "[[devices]]"]
+        lines += [f"{name} = {toml_value(value)}" for name, value in device.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_table(value: Any) -> str:
+    if not isinstance(value, list):
+        return toml_value(value)
+    rows = "".join(f"  {toml_value(row)},\n" for row in value)
+    return f"[\n{rows}]"

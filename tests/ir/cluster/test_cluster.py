@@ -1,0 +1,260 @@
+"""Clusters: devices of unequal speed and memory, links by pair; refused in one sentence; the same through every file."""
+
+from __future__ import annotations
+
+import random
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock as ps
+from penstock.errors import CostsError, FileFormatError, PlacementError
+from penstock.ir.cluster import Cluster, Device, Speeds
+
+FAST, SLOW = Device("fast", memory=8), Device("slow", speed=0.5, memory=4)
+
+
+# Devices --------------------------------------------------------------------------------------------------------------
+
+
+def test_one_speed_is_that_of_every_kind() -> None:
+    assert Device(speed=2).speeds == Speeds(2.0, 2.0, 2.0, 2.0)
+    assert Device(speed={"f": 1, "i": 2, "w": 4}).speeds == Speeds(1.0, 2.0, 4.0, 4.0)
+    assert Device(speed={"f": 1, "i": 2, "w": 4, "optimizer": 3}).speeds.optimizer == 3.0
+    assert Device(memory="1.5KiB").memory == 1536.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"speed": 0}, r"speed must be more than 0"),
+        ({"speed": -1}, r"speed must be a finite number of at least 0, got -1"),
+        ({"speed": "2"}, r"speed must be a number, got '2'"),
+        ({"speed": {"f": 1, "w": 1}}, r"a table with f, i and w: i missing"),
+        ({"speed": {"f": 1, "i": 1, "w": 1, "b": 1}}, r"no speed of 'b'"),
+        ({"speed": {"f": 1, "i": [1, 0], "w": 1}}, r"speed.i\[1\] must be more than 0"),
+        ({"speed": {"f": [1, 2, 3], "i": [1, 2], "w": 1}}, r"different lengths: 3 for f, 2 for i"),
+        ({"speed": []}, r"speed is empty"),
+        ({"memory": "8 apples"}, r"memory: '8 apples' is not a size"),
+        ({"memory": 0}, r"memory must be more than 0"),
+        ({"node": 1}, r"a device's node is text, got 1"),
+    ],
+)
+def test_a_wrong_device_is_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(CostsError, match=reason):
+        Device(**fields)
+
+
+# Clusters -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"devices": []}, r"at least one device"),
+        ({"devices": [1]}, r"each a penstock.Device"),
+        ({"devices": [FAST, SLOW], "latency": [[0] * 3] * 3}, r"latency is a table for 3 devices, but the cluster has 2"),
+        ({"devices": [FAST, SLOW], "bandwidth": [[1, 1], [1]]}, r"bandwidth has 2 rows, but row 1 has 1 values"),
+        ({"devices": [FAST, SLOW], "bandwidth": 0}, r"bandwidth must be more than 0, or None for unlimited"),
+        ({"devices": [FAST, SLOW], "bandwidth": [[0, 1], [0, 0]]}, r"bandwidth\[1\]\[0\] must be more than 0"),
+        ({"devices": [FAST, SLOW], "bandwidth": "fast"}, r"bandwidth: 'fast' is not a size"),
+        ({"devices": [FAST, Device()]}, r"device 1 has no memory, but 1 of 2 devices have"),
+        ({"devices": [FAST, SLOW], "time_unit": "minutes"}, r"time_unit must be one of s, ms, us, ns, got 'minutes'"),
+        ({"devices": [Device(speed=[1, 2]), Device(speed=[1, 2, 3])]}, r"speeds for 2 and 3 layers"),
+    ],
+)
+def test_an_inconsistent_cluster_is_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(CostsError, match=reason):
+        Cluster(**fields)
+
+
+def draw_cluster(chance: random.Random, devices: int) -> Cluster:
+    """Any cluster, with equal devices and links now and then."""
+    kinds = [
+        Device(f"kind {k}", speed={"f": chance.randint(1, 3), "i": chance.randint(1, 3), "w": 1}, memory=chance.randint(1, 2))
+        for k in range(2)
+    ]
+    table = [[chance.choice((0.5, 1.0)) for _ in range(devices)] for _ in range(devices)]
+    rates = [[chance.choice((None, 4.0)) for _ in range(devices)] for _ in range(devices)]
+    lanes = [[(chance.randint(0, 3), chance.randint(0, 3)) for _ in range(devices)] for _ in range(devices)]
+    return Cluster(
+        [chance.choice(kinds) for _ in range(devices)],
+        latency=chance.choice((0.25, table)),
+        bandwidth=chance.choice((None, 2.0, rates)),
+        lanes=chance.choice((None, lanes)),
+    )
+
+
+def see(cluster: Cluster, one: int, other: int) -> tuple[object, ...]:
+    """What a message from one device to another meets: times by size, without its lanes."""
+    costs = ps.Costs(**{name: value for name, value in cluster.link_fields.items() if name in {"latency", "bandwidth"}})
+    return tuple(float(costs.travel(size, one, other)) for size in (0.0, 1.0, 8.0))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_assigning_moves_devices_with_their_links(seed: int) -> None:
+    chance = random.Random(seed)
+    cluster = draw_cluster(chance, 4)
+    for order in chance.sample(list(permutations(range(4))), 6):
+        assigned = cluster.assign(order)
+        assert [device.name for device in assigned.devices] == [cluster.devices[device].name for device in order]
+        pairs = list(permutations(range(4), 2))
+        for one, other in pairs:
+            assert see(assigned, one, other) == see(cluster, order[one], order[other])
+        if cluster.lanes is not None and assigned.lanes is not None:  # lanes are numbered anew: who shares with whom is the same
+            for one, other in permutations(pairs, 2):
+                own = set(assigned.lanes[one[0]][one[1]]) & set(assigned.lanes[other[0]][other[1]])
+                there = [cluster.lanes[order[a]][order[b]] for a, b in (one, other)]
+                assert len(own) == len(set(there[0]) & set(there[1]))
+        assert assigned.assign([order.index(device) for device in range(4)]) == cluster
+    assert len(cluster.assign([2, 0])) == 2
+
+
+@pytest.mark.parametrize("order", [[0, 0, 1], [3], [], [0, -1], [0.0]])
+def test_devices_that_are_not_there_cannot_be_assigned(order: list[Any]) -> None:
+    with pytest.raises(CostsError, match=r"name devices of 0\.\.2, each at most once"):
+        Cluster([FAST, SLOW, SLOW]).assign(order)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_devices_of_a_group_can_change_places(seed: int) -> None:
+    """Two devices are in one group exactly if the cluster with the two exchanged is the same."""
+    cluster = draw_cluster(random.Random(seed), 4)
+    group_of = {device: number for number, group in enumerate(cluster.list_groups()) for device in group}
+    assert sorted(group_of) == [0, 1, 2, 3]
+    for one, other in permutations(range(4), 2):
+        order = list(range(4))
+        order[one], order[other] = other, one
+        exchanged = cluster.assign(order)
+        same = exchanged == cluster and [device.kind for device in exchanged.devices] == [device.kind for device in cluster.devices]
+        named = Cluster(
+            [Device(speed=d.speed, memory=d.memory) for d in cluster.devices], cluster.latency, cluster.bandwidth, cluster.lanes
+        )
+        assert (group_of[one] == group_of[other]) == (same or named.assign(order) == named)
+
+
+def test_nodes_share_a_network_card_and_have_links_of_their_own() -> None:
+    devices = [Device(node="a"), Device(node="a"), Device(node="b"), Device(node="b"), Device()]
+    cluster = Cluster.from_nodes(devices, latency=2, bandwidth="1KB", node_latency=0.5, node_bandwidth=None)
+    assert cluster.nodes == ("a", "b", "")
+    assert see(cluster, 0, 1) == (0.5, 0.5, 0.5)
+    assert see(cluster, 1, 2) == see(cluster, 0, 4) == (2.0, 2.001, 2.008)
+    assert cluster.lanes is not None
+
+    def shares(one: tuple[int, int], other: tuple[int, int]) -> bool:
+        assert cluster.lanes is not None
+        return bool(set(cluster.lanes[one[0]][one[1]]) & set(cluster.lanes[other[0]][other[1]]))
+
+    assert shares((0, 2), (1, 4))  # out of node a
+    assert shares((0, 2), (4, 3))  # into node b
+    assert not shares((0, 2), (2, 0))  # the card is full duplex
+    assert not shares((0, 1), (0, 2))  # within the node
+    assert not shares((0, 1), (1, 0))
+    assert [sorted(group) for group in cluster.list_groups()] == [[0, 1], [2, 3], [4]]
+    own = Cluster.from_nodes(devices, latency=2, card="device")
+    assert own.lanes is not None
+    assert not set(own.lanes[0][2]) & set(own.lanes[1][3])
+    with pytest.raises(CostsError, match="card must be one of node, device, got 'rank'"):
+        Cluster.from_nodes(devices, card="rank")
+
+
+def test_applied_costs_are_those_of_the_devices_and_links() -> None:
+    cluster = Cluster([Device(), Device(speed={"f": 0.5, "i": 2, "w": 4, "optimizer": 8})], latency=[[0, 1], [2, 0]])
+    costs = ps.Costs(f=[1.0, [1.0, 2.0], 3.0, 4.0], i=8.0, w=4.0, optimizer=[1, 2, 3, 4])
+    made = cluster.apply(costs, ps.Placement.looped(2, 2))
+    assert made.f == (1.0, (2.0, 4.0), 3.0, 8.0)
+    assert (made.i, made.w) == ((8.0, 4.0, 8.0, 4.0), (4.0, 1.0, 4.0, 1.0))
+    assert made.optimizer == (1.0, 0.25, 3.0, 0.5)
+    assert made.latency == ((0.0, 1.0), (2.0, 0.0))
+    assert Cluster([Device()] * 2, latency=3.0).apply(ps.Costs(f=2.0), ps.Placement.linear(2)) == ps.Costs(f=2.0, latency=3.0)
+
+
+@pytest.mark.parametrize(
+    ("devices", "costs", "placement", "reason"),
+    [
+        ([FAST, SLOW], {}, ps.Placement.linear(3), r"3 ranks on a cluster of 2 devices"),
+        ([FAST, SLOW], {}, ps.Placement.bidirectional(2), r"2 copies of the model on devices of different speeds"),
+        ([Device(), Device(speed=[1, 2])], {}, ps.Placement.linear(2), r"per layer, and costs know only stages"),
+        ([Device(), Device(speed={"f": 1, "i": 1, "w": 2})], {"b": 3}, ps.Placement.linear(2), r"give i and w instead of b"),
+        ([FAST, SLOW], {"f": [1, 2, 3]}, ps.Placement.linear(2), r"3 values for 2 stages"),
+    ],
+)
+def test_costs_that_do_not_fit_the_cluster_are_refused(
+    devices: list[Device], costs: dict[str, Any], placement: ps.Placement, reason: str
+) -> None:
+    with pytest.raises((CostsError, PlacementError), match=reason):
+        Cluster(devices).apply(ps.Costs(**costs), placement)
+
+
+def test_the_least_hop_is_over_the_fastest_link() -> None:
+    cluster = Cluster([FAST] * 3, latency=[[0, 5, 4], [5, 0, 3], [9, 9, 0]], bandwidth=[[1, 4, 1], [1, 1, 1], [1, 1, 1]])
+    assert cluster.find_least_hop(0.0) == 3.0
+    assert cluster.find_least_hop(4.0) == 6.0
+    assert Cluster([FAST], latency=7).find_least_hop(1.0) == 0.0
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".json", ".toml"])
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_saved_is_loaded(suffix: str, seed: int, tmp_path: Path) -> None:
+    cluster = draw_cluster(random.Random(seed), 3)
+    cluster.save(tmp_path / f"cluster{suffix}")
+    assert Cluster.load(tmp_path / f"cluster{suffix}") == cluster
+    measured = Cluster([Device("a", speed={"f": [1, 2], "i": 1, "w": [3, 4]}, node="n")], time_unit="s", size_unit="B")
+    measured.save(tmp_path / f"measured{suffix}")
+    assert Cluster.load(tmp_path / f"measured{suffix}") == measured
+
+
+def test_a_file_may_count_devices_and_name_nodes(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        """
+latency = 20e-6
+bandwidth = "12.5GB"
+node_latency = 5e-6
+node_bandwidth = "300GB"
+
+[[devices]]
+name = "a100"
+count = 2
+memory = "80GiB"
+node = "big"
+
+[[devices]]
+name = "a10"
+speed = {f = 0.4, i = 0.45, w = 0.4}
+memory = "24GiB"
+node = "small"
+"""
+    )
+    cluster = Cluster.load(path)
+    assert [device.name for device in cluster.devices] == ["a100", "a100", "a10"]
+    assert cluster.describe() == "3 devices (2 a100, 1 a10) in 2 nodes"
+    assert see(cluster, 0, 1)[0] == 5e-6
+    assert cluster == Cluster.from_nodes(cluster.devices, latency=20e-6, bandwidth=12.5e9, node_latency=5e-6, node_bandwidth=3e11)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[]", "a cluster: the data must be an object, got a list"),
+        ("{}", "a cluster: 'devices' is missing"),
+        ('{"devices": {}}', "devices must be a list"),
+        ('{"devices": [{"name": "a", "sped": 1}]}', "device 0: a device: there is no field 'sped': did you mean 'speed'"),
+        ('{"devices": [{"count": 0}]}', "device 0: count must be a whole number of at least 1, got 0"),
+        ('{"devices": [{}, {"speed": 0}]}', "device 1: speed must be more than 0"),
+        ('{"devices": [{}], "latencey": 1}', "a cluster: there is no field 'latencey': did you mean 'latency'"),
+        ('{"devices": [{}, {}], "latency": [[0, 1], [1, 0]], "card": "node"}', "latency is one number if links are described by nodes"),
+        ('{"devices": [{}, {}], "lanes": [], "card": "node"}', "lanes are given by the nodes"),
+        ('{"devices": [{}, {}], "bandwidth": [[null, 0], [1, null]]}', r"bandwidth\[0\]\[1\] must be more than 0"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(text: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    path.write_text(text)
+    with pytest.raises(FileFormatError, match=rf"cluster\.json: {reason}"):
+        Cluster.load(path)

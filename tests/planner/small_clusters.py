@@ -1,0 +1,80 @@
+"""Small models on small clusters, and every plan that there is for them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations, pairwise, permutations
+from typing import Any
+
+import penstock as ps
+from penstock.planner.bounds.lower_bound import lower_bound
+from penstock.planner.partition.assignment import Assignment
+from penstock.planner.problem import Problem
+from planner.every_order import EveryOrder, Job
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with so few layers that each rank has one stage, on devices of different speeds and links."""
+
+    profile: ps.Profile
+    cluster: ps.Cluster
+    microbatches: int
+    limits: tuple[float, ...] | None
+    split: bool
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        return {"cluster": self.cluster, "microbatches": self.microbatches, "memory_limit": self.limits, "split": self.split}
+
+    def list_problems(self) -> Iterator[Problem]:
+        """Every order of the devices with every partition."""
+        ranks = len(self.cluster)
+        for devices in permutations(range(ranks)):
+            assignment = Assignment(self.cluster, devices)
+            limits = None if self.limits is None else assignment.arrange(self.limits)
+            for inner in combinations(range(1, len(self.profile)), ranks - 1):
+                sizes = tuple(last - first for first, last in pairwise((0, *inner, len(self.profile))))
+                shape = self.profile, ps.Placement.linear(ranks), self.microbatches, sizes, (False,) * ranks
+                yield Problem.cut(*shape, limits, True, self.split, (), assignment)
+
+    def find_better(self, objective: float, most_nodes: int = 20_000) -> tuple[float, float]:
+        """The least objective of any order of any problem, if it is below this one, else this one; and the least that may be possible.
+
+        The two differ if the exact solver, which asks for less memory than the simulator, ends with an order that does not fit.
+        """
+        best = least = objective
+        for problem in sorted(self.list_problems(), key=lambda problem: problem.work):
+            if lower_bound(problem).value < least * (1 - 1e-9):
+                found, jobs = EveryOrder(problem, most_nodes).beat(least)
+                least = min(least, found)
+                if jobs and problem.fits(problem.evaluate(build_schedule(problem, jobs))):
+                    best = least
+        return best, least
+
+
+def build_schedule(problem: Problem, jobs: tuple[Job, ...]) -> ps.Schedule:
+    rows: list[list[str]] = [[] for _ in range(problem.ranks)]
+    for job in jobs:
+        rows[problem.placement.rank_of(job.stage)].append(f"{job.stage}{job.kind}{job.microbatch}")
+    return ps.Schedule.from_actions(rows, problem.placement, microbatches=problem.microbatches)
+
+
+def draw_case(chance: random.Random) -> Case:
+    """Two to four devices, whole times, links of one latency, of one per pair, or by nodes; a memory limit now and then."""
+    ranks = chance.choice((2, 3, 3, 4))
+    layers = [
+        ps.Layer(f=chance.randint(1, 4), i=chance.randint(1, 4), w=chance.randint(1, 3), activation=1, output=chance.choice((0.5, 1.0)))
+        for _ in range(chance.randint(ranks, min(2 * ranks - 1, 5)))
+    ]
+    speeds: list[Any] = [1.0, 2.0, 0.5, {"f": 1.0, "i": 2.0, "w": 0.5}]
+    devices = [ps.Device(speed=1.0), ps.Device(speed=chance.choice(speeds[1:]))]
+    devices += [ps.Device(speed=chance.choice(speeds)) for _ in range(ranks - 2)]
+    chance.shuffle(devices)
+    latency: Any = chance.choice((0.0, 0.5, [[chance.choice((0.0, 0.5, 2.0)) for _ in range(ranks)] for _ in range(ranks)]))
+    bandwidth: Any = chance.choice((None, 2.0, [[chance.choice((None, 1.0)) for _ in range(ranks)] for _ in range(ranks)]))
+    limits = None if chance.random() < 0.6 else tuple(chance.choice((4.0, 6.0, 9.0)) for _ in range(ranks))
+    cluster = ps.Cluster(devices, latency, bandwidth)
+    return Case(ps.Profile(layers), cluster, chance.choice((2, 3) if ranks < 4 else (2,)), limits, chance.random() < 0.5)
