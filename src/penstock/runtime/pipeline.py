@@ -28,6 +28,7 @@ from penstock.runtime.batch.result import ResultShare, StepResult, check_same_st
 from penstock.runtime.batch.slices import SequenceCutter, SequenceDims, SliceLengths
 from penstock.runtime.batch.step_input import ABSENT, BatchSplitter, StageKwargs, StepInput, add_model_kwargs
 from penstock.runtime.device.autocast import find_autocast
+from penstock.runtime.device.host_memory import HostMemory
 from penstock.runtime.device.streams import get_current_stream, use_stream
 from penstock.runtime.execution.cuda_graphs import refuse_graphs
 from penstock.runtime.execution.executor import Executor
@@ -231,13 +232,13 @@ class Pipeline:
         self._calls = 0
         """How many batches this rank was given, including those that it refused."""
         self._executors: dict[tuple[str, int, bool], Executor] = {}  # by schedule ("" is the own), number of microbatches, training or not
+        self._host = HostMemory()  # the buffers of all programs
         self._clocks: tuple[int, list[int]] | None = None
         self._callbacks = list_callbacks(on_step)
         self.unsplit, self._shares_modules, measures = self._agree(goes_on)
         if self.table.slices > 1 and self.unsplit:
             keep_uncompiled()
-        self._whole: dict[int, str] = {}
-        """The stages that turned out to need a whole backward, see `Stage.whole`."""
+        self._whole: dict[int, str] = {}  # the stages that turned out to need a whole backward, see `Stage.whole`
         self._set_merged(self._whole)
         self.data = DataParallel(self.grid, self.stages, shard=data.shard_pass, dtype=data.accumulate_dtype, deadline=self.deadline)
         self._names: set[str] | None = None
@@ -427,7 +428,7 @@ class Pipeline:
         if executor is None:
             program = self._build_program(count, training, self.table if schedule is None else add_moves(schedule, self.offload))
             self.data.check_program(program)
-            options: dict[str, Any] = {"overlap": self.overlap, "number": self.number, "graphs": self.graphs}
+            options: dict[str, Any] = {"overlap": self.overlap, "number": self.number, "graphs": self.graphs, "host": self._host}
             loss = self.loss if self._cutter is None else self._cutter.loss
             parts: dict[str, Any] = {"loss": loss, "group": self.group, "data": self.data, "statistics": self.statistics}
             executor = Executor(program, self.rank, self.stages, deadline=self.deadline, **parts, **options)
