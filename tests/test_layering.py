@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -85,8 +86,14 @@ def imports(node: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
         yield from imports(child, inside)
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imports_of(path: Path) -> list[tuple[str, bool]]:
-    return list(imports(ast.parse(path.read_text(encoding="utf-8"))))
+    return list(imports(tree_of(path)))
 
 
 def test_the_scan_sees_what_it_should() -> None:
@@ -98,10 +105,9 @@ def test_every_part_is_in_the_table() -> None:
     assert {part_of(path) for path in FILES} <= set(ALLOWED)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_imports_go_the_way_of_the_data(path: Path) -> None:
-    part = part_of(path)
-    for module, inside in imports_of(path):
+def test_imports_go_the_way_of_the_data() -> None:
+    for path, (module, inside) in ((file, found) for file in FILES for found in imports_of(file)):
+        part = part_of(path)
         package, _, rest = module.partition(".")
         if package != "penstock" or rest == "__version__":
             continue
@@ -110,10 +116,9 @@ def test_imports_go_the_way_of_the_data(path: Path) -> None:
         assert allowed or (inside and (part, other) in WHEN_CALLED), f"{path.relative_to(SOURCE)} imports {module}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_only_the_runtime_and_the_peers_names_import_torch(path: Path) -> None:
-    torch = [module for module, _ in imports_of(path) if module.split(".")[0] == "torch"]
-    assert not torch or part_of(path) in TORCH
+def test_only_the_runtime_and_the_peers_names_import_torch() -> None:
+    importing = [path for path in FILES if any(module.split(".")[0] == "torch" for module, _ in imports_of(path))]
+    assert [str(path.relative_to(SOURCE)) for path in importing if part_of(path) not in TORCH] == []
 
 
 def test_only_the_device_room_calls_a_device() -> None:
@@ -161,7 +166,7 @@ def test_rooms_of_the_runtime_import_only_those_below(room: str) -> None:
     files = [path for path in FILES if path.is_relative_to(SOURCE / "runtime" / room)]
     assert files
     for path in files:
-        nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)]
+        nodes = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom)]
         for node in nodes:
             if node.module and node.module.startswith("penstock.runtime."):
                 assert node.module.split(".")[2] in ROOMS[room] | {room}, f"{path.relative_to(SOURCE)} imports {node.module}"
@@ -200,10 +205,9 @@ def test_every_folder_says_what_lives_in_it() -> None:
         assert len(sentences) >= 3, f"{folder.relative_to(SOURCE)}: {text!r}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_no_private_name_crosses_a_module(path: Path) -> None:
+def test_no_private_name_crosses_a_module() -> None:
     """The drop-in for PyTorch is left out if torch itself has the private name; 2.11 and 2.12 do not have all of them yet."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, node in ((file, found) for file in FILES for found in ast.walk(tree_of(file))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("penstock"):
             private = [alias.name for alias in node.names if alias.name.startswith("_") and not alias.name.startswith("__")]
             if path.is_relative_to(SOURCE / "compat" / "torch"):
@@ -248,7 +252,7 @@ FOREIGN = {"format_usage", "format_options", "format_commands", "save_checkpoint
 def test_functions_return_what_their_verbs_say() -> None:
     wrong = []
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef) and node.returns is not None and node.name not in FOREIGN:
                 verb, _, noun = node.name.strip("_").partition("_")
                 returned = ast.unparse(node.returns)
@@ -282,7 +286,7 @@ TORCH_NAMES = {"_Action", "_PipelineStage"}
 def list_classes() -> Iterator[tuple[str, str]]:
     """Every class of the source, nested ones too, and its file."""
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef) and node.name not in TORCH_NAMES:
                 yield node.name.strip("_"), str(path.relative_to(SOURCE))
 
@@ -299,11 +303,11 @@ def test_a_word_of_the_glossary_names_nothing_else() -> None:
     assert {name: place for name, place in list_classes() if GLOSSARY.get(name, place) != place} == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_optional_packages_are_imported_when_used(path: Path) -> None:
+def test_optional_packages_are_imported_when_used() -> None:
     """A missing extra fails late and in a full sentence, never at import."""
-    early = [module for module, inside in imports_of(path) if not inside and module.split(".")[0] in HEAVY - {"torch"}]
-    assert not early
+    for path in FILES:
+        early = [module for module, inside in imports_of(path) if not inside and module.split(".")[0] in HEAVY - {"torch"}]
+        assert not early, path.relative_to(SOURCE)
 
 
 def fresh(code: str) -> set[str]:

@@ -343,7 +343,7 @@ def test_asynchronous_save_holds_the_state_of_the_call(tmp_path: Path, monkeypat
         with Checkpoints(tmp_path) as checkpoints:
             checkpoints.save_async(run.model, run.optimizer, step=3, **run.parts)
             losses += run.train(2, 3)
-            assert not checkpoints.whole()
+            assert gate.is_set() or not checkpoints.whole()  # virtual ranks take turns: the first of them opens the gate
             gate.set()
         assert [each.step for each in checkpoints.whole()] == [3]
         return losses

@@ -150,7 +150,10 @@ class StageOperations:
                 slices = self.step_input.slices
                 with prefixes.forward(stage, microbatch, share=1.0 if slices is None else slices.shares[microbatch], training=training):
                     output = apply(leaves)
-            return output, *((find_differentiable(output), None) if targets else self.finish(output, microbatch))
+            if targets:
+                return output, find_differentiable(output), None
+            ends, grads = self.finish(output, microbatch)
+            return output, ends, grads
 
         def run(leaves: list[Any]) -> tuple[Computed, Deferral | RecordedForward | None]:
             if graphs is not None and (recorded := graphs.run_forward(stage, microbatch, leaves)) is not None:

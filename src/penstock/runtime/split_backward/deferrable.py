@@ -59,7 +59,7 @@ class Deferrable:
 
     def backward_input(self, deferral: Deferral, roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Compute the gradients of the inputs and of all that was not deferred; deferred operators get their outputs' gradients."""
-        with self.backward(deferral):
+        with _InputBackward(deferral, self.watched):
             run_backward(roots, grads)
 
     @contextmanager
@@ -131,17 +131,18 @@ class _InputBackward(_Recording):
     __slots__ = ("hooks",)
 
     def __enter__(self) -> None:
-        self.deferral.backward = True
-        running_backwards.append(self.deferral)
-        super().__enter__()
-        self.hooks = _hold_hooks_back(self.deferral) if self.deferral.hooked else None
+        deferral = self.deferral
+        deferral.backward = True
+        running_backwards.append(deferral)
+        _Recording.__enter__(self)  # super() takes as long as the rest of this
+        self.hooks = _hold_hooks_back(deferral) if deferral.hooked else None
         if self.hooks is not None:
             self.hooks.__enter__()
 
     def __exit__(self, *exc: object) -> None:
         if self.hooks is not None:
             self.hooks.__exit__(None, None, None)
-        super().__exit__()
+        _Recording.__exit__(self)
         running_backwards.remove(self.deferral)
 
 
