@@ -21,7 +21,6 @@ from penstock.text.units import parse_size
 
 
 def _stages(shape: Shape, costs: Costs) -> list[StageCosts]:
-    import numpy as np  # takes longer to import than all schedules together
 
     names = ("f", "i", "w", "activation", "weight_stash")
     f, i, w, activation, stash = (costs.table(name, shape.ranks, shape.microbatches).tolist() for name in names)
