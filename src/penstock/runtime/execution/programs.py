@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.errors import PassError, ScheduleError
 from penstock.ir import codes
-from penstock.ir.kind import COPIES, Kind
+from penstock.ir.kind import COPIES, SPREAD, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Rows
 from penstock.ir.schedule import Schedule
@@ -41,6 +41,11 @@ def find_table(source: Any, ranks: int, microbatches: int | None) -> Table:
     if table.ranks != ranks:
         raise ScheduleError(
             f"the schedule is for {table.ranks} ranks, but there are {ranks}: launch that many, or build the schedule for {ranks}"
+        )
+    if table.rows.is_kind(*SPREAD).any():
+        raise ScheduleError(
+            f"{table.name or 'the schedule'} spreads the vocabulary over the ranks, which a pipeline cannot run yet: use the schedule "
+            "without the pass 'vocabulary'"
         )
     ends = [stage for stage in range(table.stages) if not table.graph.outputs_of(stage)]
     if len(ends) > 1:
