@@ -220,7 +220,7 @@ class Costs:
         return [name for name, value in tables.items() if isinstance(value, tuple) and any(isinstance(row, tuple) for row in value)]
 
     def travel(self, sizes: Any, source: Any, target: Any) -> NDArray[np.float64]:
-        """Times of messages of these sizes from ranks to other ranks.
+        """Times of messages of these sizes from ranks to other ranks; one rank or size stands for all.
 
         >>> Costs(latency=[[0, 1], [2, 0]], bandwidth=4.0).travel(2.0, [0, 1], [1, 0]).tolist()
         [1.5, 2.5]
@@ -228,7 +228,8 @@ class Costs:
         import numpy as np
 
         latency, bandwidth = (table[source, target] if table.ndim else table for table in self._rates)
-        times: NDArray[np.float64] = latency + np.broadcast_to(np.asarray(sizes, dtype=np.float64), np.shape(source)) / bandwidth
+        sent = np.asarray(sizes, dtype=np.float64)
+        times: NDArray[np.float64] = latency + np.broadcast_to(sent, np.broadcast_shapes(sent.shape, np.shape(source))) / bandwidth
         return times
 
     def with_slowest_link(self) -> Costs:

@@ -21,6 +21,7 @@ from penstock.runtime.batch.loss import Loss
 from penstock.runtime.batch.result import ResultShare, collect
 from penstock.runtime.batch.step_input import StepInput
 from penstock.runtime.device.autocast import AUTOCAST_KINDS
+from penstock.runtime.device.host_memory import HostMemory
 from penstock.runtime.device.timing import ActionTimer, clock, create_timer
 from penstock.runtime.execution.cuda_graphs import Graphs
 from penstock.runtime.execution.links import RankEdges
@@ -59,15 +60,18 @@ class Executor:
         number: int = 0,
         graphs: bool = False,
         blocking: Collection[Kind] = (),
+        host: HostMemory | None = None,
     ) -> None:
         self.program, self.rank, self.group, self.data, self.overlap = program, rank, group, data, overlap
         self.actions = program[rank]
         self.activity = group.activity(rank)
         self.links = RankEdges(program, rank, group, deadline=deadline, number=number, packer=data.packer, blocking=blocking)
         prefixes = Prefixes(program.slices) if program.slices > 1 else None
-        self.compute = StageOperations(self.links, stages, loss, statistics, prefixes)
-        if self.compute.moves is not None:
-            self._check_moves(stages, graphs)
+        self.compute = StageOperations(self.links, stages, loss, statistics, prefixes, host=host)
+        if self.compute.moves is not None and graphs:
+            raise ScheduleError(
+                "the program moves activations to host memory, but graphs=True keeps them at fixed addresses: leave one out"
+            )
         self.failed_at: Action | None = None
         """The action that raised, if the last run failed on this rank."""
         self.reduces = [action.stage for action in self.actions if action.kind is Kind.REDUCE_GRAD] or list(stages)
@@ -150,19 +154,6 @@ class Executor:
                 operation()
 
         return [partial(run_labelled, *pair) for pair in zip(self.actions, self.operations, strict=True)]
-
-    def _check_moves(self, stages: dict[int, Stage], graphs: bool) -> None:
-        """Refuse to move activations that have no memory of their own."""
-        sharded = [stage for stage in stages if stage in self.data.sharded]
-        if graphs:
-            raise ScheduleError(
-                "the program moves activations to host memory, but graphs=True keeps them at fixed addresses: leave one out"
-            )
-        if sharded:
-            raise ScheduleError(
-                f"the program moves activations to host memory, but stage {sharded[0]} is sharded, and what its forward saves of its "
-                "parameters is freed and gathered again: leave out shard=True, or lower the schedule without offload"
-            )
 
     # Building operations ----------------------------------------------------------------------------------------------
 

@@ -149,7 +149,7 @@ def test_survivors_keep_the_order_of_their_mesh() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: ps.Survivors.after(2, 2, [(1, 0), (1, 1)]), "all 2 replicas of pipeline rank 1 are lost, so nobody holds its stages"),
+        (lambda: ps.Survivors.after(2, 2, [(1, 0), (1, 1)]), "all 2 replicas of pipeline rank 1 are lost, so no rank holds its stages"),
         (lambda: ps.Survivors.after(2, 1, [(0, 0)]), "all 1 replicas of pipeline rank 0 are lost"),
         (lambda: ps.Survivors.after(2, 2, [(2, 0)]), "place (2, 0) in a mesh of 2 pipeline ranks x 2 replicas: ranks run from 0 to 1"),
         (lambda: ps.Survivors.after(2, 2, [3]), "3 is no place of a mesh"),  # type: ignore[list-item]
