@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 
@@ -100,3 +100,67 @@ def test_inference_has_no_gradients() -> None:
 def test_one_stage_has_no_head_of_its_own() -> None:
     findings = check(Schedule.from_actions([["0F0", "0S0", "0B0"]]))
     assert "embedding and head cannot be told apart" in findings[0].message
+
+
+# A second opinion -----------------------------------------------------------------------------------------------------
+
+
+def runs_to_the_end(rows: list[list[Action]], stages: int) -> bool:
+    """Run the rows of a schedule, one stage per rank: every rank posts its joins to one communicator, which takes them in turn.
+
+    Written from the meaning of the actions: a compute action waits for what it reads, and a rank goes on after a join at once. A collective
+    is done when all ranks have posted it as their next one; ranks that post different ones never get on.
+    """
+    at, posted, last = [0] * len(rows), [list[Action]() for _ in rows], stages - 1
+    made: set[tuple[int, Action]] = set()
+    met: set[Action] = set()
+
+    def has(rank: int, kind: Kind, stage: int, unit: int | None) -> bool:
+        return (rank, Action(stage, kind, unit)) in made
+
+    def can_run(rank: int, action: Action) -> bool:
+        kind, stage, unit = action.kind, action.stage, action.microbatch
+        before = {  # of what the rank itself has made, or its neighbour
+            Kind.F: [(stage - 1, Kind.F, stage - 1)] if stage else [],
+            Kind.B: [(stage, Kind.F, stage), *([(stage + 1, Kind.B, stage + 1)] if stage < last else [])],
+            Kind.COMBINE: [(rank, Kind.S, stage)],
+            Kind.BROADCAST: [(rank, Kind.F if stage else Kind.B, stage)] if stage == rank else [],
+        }
+        waits = {(Kind.F, 0): Kind.COMBINE, (Kind.B, last): Kind.COMBINE, (Kind.S, last): Kind.BROADCAST}
+        waits |= {(Kind.T, last): Kind.COMBINE, (Kind.T, 0): Kind.BROADCAST}
+        awaited = waits.get((kind, stage))
+        joined = awaited is None or Action(stage, awaited, unit) in met
+        return joined and all(has(other, needed, of, unit) for other, needed, of in before.get(kind, []))
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            if at[rank] < len(row) and can_run(rank, row[at[rank]]):
+                action = row[at[rank]]
+                made.add((rank, action))
+                posted[rank] += [action] if action.kind in JOINS else []
+                at[rank], moved = at[rank] + 1, True
+        following = {posts[len(met)] if len(posts) > len(met) else None for posts in posted}
+        if len(following) == 1 and (collective := following.pop()) is not None:
+            met.add(collective)
+            moved = True
+    return all(place == len(row) for place, row in zip(at, rows, strict=True))
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_swap_is_found_if_and_only_if_it_never_ends(rank: int) -> None:
+    """Every two actions of a rank, exchanged."""
+    whole = spread_vocabulary(ps.schedule("1f1b", ranks=3, microbatches=2))
+    rows = [list(row) for row in whole]
+    assert runs_to_the_end(rows, 3)
+    wrong = 0
+    for one, other in combinations(range(len(rows[rank])), 2):
+        row = list(rows[rank])
+        row[one], row[other] = row[other], row[one]
+        swapped = [row if place == rank else theirs for place, theirs in enumerate(rows)]
+        good = runs_to_the_end(swapped, 3)
+        findings = check(Schedule.from_actions(swapped, whole.placement, microbatches=2))
+        assert good == (not findings), (row[one], row[other], findings)
+        wrong += not good
+    assert 0 < wrong < len(rows[rank]) * (len(rows[rank]) - 1) // 2

@@ -44,8 +44,8 @@ def find_table(source: Any, ranks: int, microbatches: int | None) -> Table:
         )
     if table.rows.is_kind(*SPREAD).any():
         raise ScheduleError(
-            f"{table.name or 'the schedule'} spreads the vocabulary over the ranks, which a pipeline cannot run yet: use the schedule "
-            "without the pass 'vocabulary'"
+            f"{table.name or 'the schedule'} spreads the vocabulary over the ranks, which a pipeline cannot run yet: plan without "
+            "vocabulary=True, or use the schedule without the pass 'vocabulary'"
         )
     ends = [stage for stage in range(table.stages) if not table.graph.outputs_of(stage)]
     if len(ends) > 1:
