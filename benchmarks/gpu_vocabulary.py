@@ -38,7 +38,6 @@ from penstock.runtime import SpreadEmbedding, SpreadHead, ThreadLane, launch, ra
 from penstock.runtime.device.streams import record_event, record_use, wait_event  # noqa: E402
 
 RANKS, SMS = 4, 32
-AHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -350,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measured: dict[str, Any] = {name: [times[f"embedding {name}"] if name == "s" else 0.0, *between, times[name]] for name in ("s", "t")}
     measured |= {name: [times[name], *between, times[name]] for name in ("broadcast", "combine")}
     costs = replace(stage_costs(spread_ends(profile, RANKS), sizes, schedule.placement, (False,) * RANKS), **measured)
-    program = ps.lower(ps.spread_vocabulary(schedule, costs, ps.Vocabulary(ahead=AHEAD)))
+    program = ps.lower(ps.spread_vocabulary(schedule, costs))
     predicted = ps.simulate(program, costs).makespan
     spread_time, spread_losses = run_program(program, sizes, model, sms)
 

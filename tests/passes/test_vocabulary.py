@@ -58,13 +58,13 @@ def test_any_schedule_keeps_its_orders_and_gets_the_shares(schedule: Schedule, l
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zbv"])
 def test_nothing_but_the_work_is_added(name: str) -> None:
-    """With a few activations more, head and embedding cost each rank its share and a start, but no gaps."""
+    """With one activation more, as the paper has it for one barrier, head and embedding cost each rank its share, and no gaps."""
     schedule = ps.schedule(name, ranks=4, microbatches=24)
     last = schedule.stages - 1
     costs = Costs(s=[0.0] * last + [0.5], t=[0.0] * last + [0.25], broadcast=0.05, combine=0.05)
-    spread = spread_vocabulary(schedule, costs, Vocabulary(ahead=3))
+    spread = spread_vocabulary(schedule, costs)
     bare, time = ps.simulate(ps.lower(schedule)).makespan, ps.simulate(ps.lower(spread), costs).makespan
-    assert time <= (bare + 24 * 0.75) * 1.015
+    assert time <= (bare + 24 * 0.75) * 1.01
 
 
 def test_the_head_on_one_rank_takes_longer() -> None:
@@ -72,7 +72,7 @@ def test_the_head_on_one_rank_takes_longer() -> None:
     whole = [1.0, 1.0, 1.0, 2.0]
     costs = Costs(s=[0, 0, 0, 0.5], t=[0, 0, 0, 0.25])
     assert (
-        ps.simulate(spread_vocabulary(schedule, costs), costs).makespan < 0.75 * ps.simulate(schedule, Costs(whole, whole, whole)).makespan
+        ps.simulate(spread_vocabulary(schedule, costs), costs).makespan < 0.67 * ps.simulate(schedule, Costs(whole, whole, whole)).makespan
     )
 
 
@@ -100,7 +100,7 @@ def test_other_counts_of_microbatches_are_spread_too() -> None:
 
 
 def test_the_pass_prints_and_parses() -> None:
-    text = "vocabulary{head=false,ahead=1},reduce-grad,send-receive,buffers"
+    text = "vocabulary{head=false,ahead=2},reduce-grad,send-receive,buffers"
     program = PassList.parse(text).apply(ps.schedule("1f1b", ranks=2, microbatches=3))
     assert program.passes == text
     assert {action.stage for row in program for action in row if action.kind in SPREAD} == {0}

@@ -152,7 +152,7 @@ def spread(draw: st.DrawFn) -> tuple[Table, Costs]:
     a_stage = st.lists(amounts, min_size=table.stages, max_size=table.stages)
     a_unit = st.lists(st.lists(amounts, min_size=table.units, max_size=table.units), min_size=table.stages, max_size=table.stages)
     further = {name: draw(st.one_of(amounts, a_stage, a_unit)) for name in ("s", "t", "broadcast", "combine", "logits")}
-    return table, replace(draw(costs(table.stages, table.units, amounts, contention)), **further)
+    return table, replace(draw(costs(table, amounts, contention)), **further)
 
 
 schedules_of_any_kind = st.one_of(zoo(), orders())

@@ -48,7 +48,8 @@ class Vocabulary(Pass):
 
     `head` spreads the output layer and the loss, which leave the last stage; `embedding` the input embedding, which leaves stage 0. The
     backward of the last stage has to wait until every rank has run S, so each rank runs forwards in the meantime: it may hold up to `ahead`
-    more activations than before. T fills the gaps, but no rank has the logits of more than two microbatches.
+    more activations than before. T fills the gaps, but no rank has the logits of more than two microbatches. The faster of two orders is
+    taken: every backward `ahead` forwards later than before, or forwards early only where a rank would wait.
 
     The order of a stage's forwards and of its backwards stays as it is. `spread_vocabulary` does the same for costs of your own.
     """
@@ -56,7 +57,7 @@ class Vocabulary(Pass):
     name = "vocabulary"
     head: bool = True
     embedding: bool = True
-    ahead: int = 2
+    ahead: int = 1
 
     def __post_init__(self) -> None:
         check_count("ahead of pass vocabulary", self.ahead, 0, error=PassError)
@@ -79,7 +80,11 @@ class Vocabulary(Pass):
             raise PassError("pass vocabulary needs at least two stages, one for the embedding and one for the head; this schedule has 1")
         refuse_broken(Program.start(table))
         stages = [0] * self.embedding + [table.stages - 1] * self.head
-        return _Run(_add_shares(table, stages), costs, self.ahead).finish()
+        spread = _add_shares(table, stages)
+        runs = [_Run(spread, costs, self.ahead, delays) for delays in (True, False)]
+        complete = [run for run in runs if run.finish()]
+        assert complete, "a schedule that runs to its end does so with a spread vocabulary"
+        return min(complete, key=lambda run: run.now).build()
 
 
 def spread_vocabulary(schedule: Schedule, costs: Costs | None = None, vocabulary: Vocabulary | None = None) -> Schedule:
@@ -88,7 +93,7 @@ def spread_vocabulary(schedule: Schedule, costs: Costs | None = None, vocabulary
     >>> from penstock.schedules.registry import schedule
     >>> spread = spread_vocabulary(schedule("1f1b", 2, 2), vocabulary=Vocabulary(embedding=False))
     >>> print(*spread[1])
-    1F0 1BROADCAST0 1S0 1COMBINE0 1B0 1F1 1BROADCAST1 1S1 1T0 1COMBINE1 1B1 1T1
+    1F0 1BROADCAST0 1S0 1COMBINE0 1F1 1BROADCAST1 1S1 1COMBINE1 1T0 1B0 1B1 1T1
     """
     options, times = Vocabulary() if vocabulary is None else vocabulary, _TYPICAL if costs is None else costs
     remake = schedule.remake
@@ -168,10 +173,11 @@ class _Run:
     """A run of all ranks in which each starts, whenever it is free, the most urgent action that can run.
 
     That is S of the head, for which all ranks wait; then S of the embedding if its forward is near, and T if its logits have been held for
-    long; then the next action of the schedule or, if that cannot run yet, its next forward or weight gradient; and then any T.
+    long; then the next action of the schedule; and then any T. The schedule has its backwards `ahead` forwards later than it was; or, if
+    `delays` is False, a rank whose next action cannot run yet takes its next forward or weight gradient.
     """
 
-    def __init__(self, table: Schedule, costs: Costs, ahead: int) -> None:
+    def __init__(self, table: Schedule, costs: Costs, ahead: int, delays: bool) -> None:
         self.table, self.nodes, self.now = table, _Nodes(table, costs), 0.0
         nodes, ranks = self.nodes, table.ranks
         bounds = table.rows.group_offsets.tolist()
@@ -181,7 +187,7 @@ class _Run:
         self.busy, self.ended = [False] * ranks, [-1.0] * len(nodes.rank)
         self.order: list[list[int]] = [[] for _ in range(ranks)]
         """The nodes that each rank has run."""
-        self.queues = [self._list_queues(range(low, high)) for low, high in itertools.pairwise(bounds)]
+        self.queues = [self._list_queues(range(low, high), ahead, delays) for low, high in itertools.pairwise(bounds)]
         self.shares = [{(kind, head): deque[int]() for kind in SHARES for head in (False, True)} for _ in range(ranks)]
         """The S and T of each rank that can run, of the embedding and of the head."""
         self.held, self.pending = [0] * ranks, [0] * ranks
@@ -202,16 +208,28 @@ class _Run:
             if not missing:
                 self._mark_ready(node)
 
-    def _list_queues(self, nodes: range) -> list[deque[int]]:
-        """A rank's own actions: forwards, backwards and weight gradients apart, but all in one if the schedule runs any together."""
+    def _list_queues(self, nodes: range, ahead: int, delays: bool) -> list[deque[int]]:
+        """A rank's own actions, with every backward later; or forwards, backwards and weight gradients apart.
+
+        If the schedule runs any actions together, all stay in their order.
+        """
         own = [node for node in nodes if self.nodes.kind[node] in COMPUTE]
         if not self.table.rows.heads.all():
             return [deque(own)]
-        kinds = (Kind.F,), (Kind.B, Kind.I), (Kind.W,)
-        return [deque(node for node in own if self.nodes.kind[node] in of) for of in kinds]
+        forwards, backwards, weights = (
+            [node for node in own if self.nodes.kind[node] in kinds] for kinds in ((Kind.F,), (Kind.B, Kind.I), (Kind.W,))
+        )
+        if not delays:
+            return [deque(forwards), deque(backwards), deque(weights)]
+        before = np.cumsum([self.nodes.kind[node] is Kind.F for node in own])
+        turn = [
+            2 * int(count) if self.nodes.kind[node] is Kind.F else 2 * (int(count) + ahead) + 1
+            for node, count in zip(own, before, strict=True)
+        ]
+        return [deque(node for _, node in sorted(zip(turn, own, strict=True)))]
 
-    def finish(self) -> Rows:
-        """Run to the end; the rows in the order in which the ranks have run them."""
+    def finish(self) -> bool:
+        """Run until nothing more can; whether that is the end of all ranks."""
         while True:
             for rank, busy in enumerate(self.busy):
                 node = None if busy else self._choose(rank)
@@ -225,7 +243,10 @@ class _Run:
             while self.events and self.events[0][0] <= until:
                 self.now, _, happen, number = heapq.heappop(self.events)
                 happen(number)
-        assert min(self.ended) >= 0, "a schedule that runs to its end does so with a spread vocabulary"
+        return min(self.ended) >= 0
+
+    def build(self) -> Rows:
+        """The rows in the order in which the ranks have run them."""
         return Rows.join([self._build_row(rank) for rank in range(self.table.ranks)]).cut_into(self.table.slices)
 
     def _choose(self, rank: int) -> int | None:

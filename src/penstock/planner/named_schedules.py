@@ -51,7 +51,7 @@ _MOST_LENGTHS = 160
 """Lengths of slices that are timed for one schedule when they are shifted."""
 _STEPS = (8, 4, 2, 1)
 """By how many steps of the granularity a slice is made longer or shorter, one after the other."""
-_AHEAD = (0, 1, 2, 4)
+_AHEAD = (0, 1, 2)
 """How many more activations a rank may hold while its vocabulary is spread over all ranks."""
 _FASTER = 1e-9
 """A smaller relative difference is rounding."""

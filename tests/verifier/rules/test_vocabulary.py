@@ -84,7 +84,6 @@ def test_a_stage_between_has_no_share() -> None:
 def test_a_rank_that_waits_for_a_collective_that_waits_for_it() -> None:
     """Rank 1 joins the broadcast of microbatch 0 behind its own S of it: every rank waits for it."""
     rows = [[str(action) for action in row] for row in spread_vocabulary(ps.schedule("1f1b", 2, 1), vocabulary=Vocabulary(embedding=False))]
-    assert rows[0][:3] == ["0F0", "1BROADCAST0", "1S0"] or rows[0][0] == "1BROADCAST0"
     rows[1] = ["1F0", "1S0", "1BROADCAST0", "1COMBINE0", "1T0", "1B0"]
     assert "order" in rules(Schedule.from_actions(rows))
 
