@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-import penstock as ps
-from penstock.errors import PipelineError, ScheduleError
-from penstock.runtime import Pipeline, launch
+from penstock.errors import PipelineError
 from penstock.runtime.parallel.vocabulary import SpreadEmbedding, SpreadHead, ThreadLane
 
 VOCABULARY, HIDDEN, TOKENS, UNITS = 10, 4, 6, 5
@@ -66,13 +64,6 @@ def test_embedding_and_head_together(ranks: int, tied: bool) -> None:
         torch.testing.assert_close(of_rank[0].flatten(), losses.detach(), rtol=1e-12, atol=1e-12)
     for place, value in enumerate(whole, start=1):
         torch.testing.assert_close(torch.cat([of_rank[place] for of_rank in results]), value.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_a_pipeline_says_that_it_cannot_run_it() -> None:
-    schedule = ps.spread_vocabulary(ps.schedule("1f1b", ranks=2, microbatches=2))
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(ScheduleError, match="which a pipeline cannot run yet: plan without vocabulary=True"):
-        launch(lambda: Pipeline(model, schedule, loss_fn=functional.mse_loss), 2)
 
 
 def test_layers_that_share_a_weight_share_a_lane() -> None:

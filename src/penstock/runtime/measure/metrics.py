@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_BACKWARDS = (Kind.B, Kind.I, Kind.W)
+_BACKWARDS = (Kind.B, Kind.I, Kind.W, Kind.T)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RankMetrics:
 
     forward: float
     backward: float
-    """Backwards of all kinds: whole, for the input, and for the weights."""
+    """Backwards of all kinds: whole, for the input, and for the weights, T of a spread vocabulary included; S counts as a forward."""
     overlapped: float
     """Actions that run a forward and a backward together."""
     idle: float

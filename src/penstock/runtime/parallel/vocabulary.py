@@ -24,7 +24,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -35,6 +36,9 @@ from torch.nn import functional
 from penstock.errors import PipelineError
 from penstock.runtime.device.streams import create_streams, record_event, record_use, use_stream, wait_event
 from penstock.text.numbers import format_count
+
+_LOOK = timedelta(seconds=0.2)
+"""How long a thread waits for a collective of processes before it looks whether these were abandoned."""
 
 
 def split_rows(rows: int, ranks: int) -> list[int]:
@@ -136,22 +140,36 @@ class ProcessLane(CollectiveLane):
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self.group = group
+        self._abandoned = False
 
     def broadcast(self, value: Tensor, source: int) -> Tensor:
-        dist.broadcast(value, self._find_global(source), group=self.group)
-        return value
+        return self._wait(dist.broadcast(value, self._find_global(source), group=self.group, async_op=True), value)
 
     def sum_on(self, target: int, value: Tensor) -> Tensor:
-        dist.reduce(value, self._find_global(target), group=self.group)
-        return value
+        return self._wait(dist.reduce(value, self._find_global(target), group=self.group, async_op=True), value)
 
     def sum_everywhere(self, value: Tensor) -> Tensor:
-        dist.all_reduce(value, group=self.group)
-        return value
+        return self._wait(dist.all_reduce(value, group=self.group, async_op=True), value)
 
     def find_largest(self, value: Tensor) -> Tensor:
-        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group)
+        return self._wait(dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group, async_op=True), value)
+
+    def _wait(self, work: Any, value: Tensor) -> Tensor:
+        """The value after a collective. A wait of gloo's cannot be interrupted, so it is made of short ones; NCCL's do not block."""
+        while value.is_cpu and not work.is_completed():
+            with suppress(RuntimeError):  # not yet
+                work.wait(_LOOK)
+            if self._abandoned:
+                raise PipelineError("the collectives were abandoned after a failure")
+        work.wait()
         return value
+
+    def abandon(self) -> None:
+        """Also aborts the group, which must be one of this lane's own: collectives of NCCL in progress would wait for ever."""
+        self._abandoned = True
+        super().abandon()
+        if self.group is not None:
+            self.group.abort()
 
     def _find_global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
