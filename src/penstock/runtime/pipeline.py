@@ -124,7 +124,8 @@ class Pipeline:
     - `plan`: a plan, schedule or program; `schedule=` takes the same, or a name together with `microbatches=`. A plan for a cluster says
       which rank of the group, its `devices`, becomes which rank of the pipeline: device k of the cluster is rank k of the group;
     - `loss_fn(output, target)` or `loss_fn(output)`. The losses of microbatches are summed, weighted by `loss_reduction` (`mean` by batch
-      elements, or `sum`) or by `weight(target)`. Without a loss function the last stage's output is the loss;
+      elements, or `sum`) or by `weight(target)`. Without a loss function the last stage's output is the loss. A schedule that spreads the
+      vocabulary over the ranks takes `TokenCrossEntropy()`, and the whole model as layers, see docs/vocabulary.md;
     - `batch_dims`, `target_dims`, `kwarg_dims`: the batch dimension of the inputs, the target and the stages' keyword arguments
       (by name), see `microbatch.Dims`;
     - `ties`: groups of parameter names to tie, if the parameters are not one object already;

@@ -14,7 +14,8 @@ from torch.nn import functional
 
 import penstock as ps
 from penstock.errors import PenstockError, ScheduleError
-from penstock.runtime import Pipeline, StageOutput, StepResult, add_loss, add_metric, collect, launch
+from penstock.runtime import Pipeline, StageOutput, StepResult, TokenCrossEntropy, add_loss, add_metric, collect, launch
+from penstock.runtime.batch.loss import Loss
 from runtime.models import (
     Numbers,
     assert_all_equal,
@@ -321,3 +322,29 @@ def test_ranks_without_data_get_the_same_result() -> None:
     results = launch(train, 3)
     assert_same_results(results)
     torch.testing.assert_close(results[1].loss, wanted.loss, rtol=1e-12, atol=0)
+
+
+def test_the_cross_entropy_of_tokens_is_that_of_torch() -> None:
+    logits, targets = torch.randn(2, 3, 5, 7), torch.randint(7, (2, 3, 5))
+    targets[0, 1] = 3
+    expected = functional.cross_entropy(logits.movedim(-1, 1), targets, ignore_index=3)
+    torch.testing.assert_close(TokenCrossEntropy(ignore_index=3)(logits, targets), expected)
+
+
+@pytest.mark.parametrize(
+    ("fn", "ignored"),
+    [
+        (TokenCrossEntropy(5), 5),
+        (functional.cross_entropy, -100),
+        (functools.partial(functional.cross_entropy, ignore_index=2), 2),
+        (nn.CrossEntropyLoss(ignore_index=4), 4),
+        (functools.partial(functional.cross_entropy, label_smoothing=0.1), None),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), None),
+        (nn.CrossEntropyLoss(torch.ones(3)), None),
+        (functional.nll_loss, None),
+        (None, None),
+    ],
+)
+def test_which_functions_are_the_mean_cross_entropy_of_tokens(fn: Any, ignored: int | None) -> None:
+    entropy = Loss(fn, "mean").find_token_entropy()
+    assert (None if entropy is None else entropy.ignore_index) == ignored
