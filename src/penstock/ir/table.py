@@ -13,7 +13,7 @@ from penstock.ir.action import Action, unpack_row
 from penstock.ir.codes import MAX_MICROBATCHES
 from penstock.ir.dependencies import Deliveries, Linker, Links, find_deliveries
 from penstock.ir.graph import StageGraph
-from penstock.ir.kind import Kind
+from penstock.ir.kind import SPREAD, Kind
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Ints, Rows, pack_rows
 from penstock.text.numbers import format_count
@@ -99,6 +99,11 @@ class Table(ABC):
     def training(self) -> bool:
         """Whether there is any backward."""
         return bool(self.rows.is_kind(Kind.B, Kind.I, Kind.W).any())
+
+    @cached_property
+    def spread_stages(self) -> tuple[int, ...]:
+        """The stages of which a layer is spread over the ranks: 0 for the embedding, and the last for the head."""
+        return tuple(sorted(set(self.rows.stage[self.rows.is_kind(*SPREAD)].tolist())))
 
     @cached_property
     def links(self) -> Links:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import PipelineError
-from penstock.runtime import Pipeline, TokenCrossEntropy, rank
+from penstock.errors import PipelineError, ScheduleError
+from penstock.runtime import Pipeline, TokenCrossEntropy, device_mesh, rank
 from penstock.runtime.launch.workers import Workers
 from runtime import spread_models
 from runtime.spread_models import build_model, compare_with_plain_loop, draw_batch, spread, train_pipeline
@@ -63,3 +63,17 @@ def test_a_rank_that_fails_ends_the_waits_of_the_others(workers: Workers) -> Non
         assert "failed on rank 1: ValueError: out of order" in told
         assert loss is not None
         spread_models.assert_equal(loss, TokenCrossEntropy()(build_model(0)(tokens), targets))
+
+
+def test_data_parallel_ranks_are_refused(workers: Workers) -> None:
+    schedule = spread("1f1b", 2, 4)
+
+    def run() -> str:
+        try:
+            Pipeline(build_model(2), schedule, loss_fn=TokenCrossEntropy(), mesh=device_mesh(pp=2, dp=2))
+        except ScheduleError as error:
+            return str(error)
+        return ""
+
+    told = workers.run(run, ranks=4)
+    assert [text.partition(",")[0] for text in told] == ["mesh= does not go with a vocabulary that is spread over the ranks"] * 4

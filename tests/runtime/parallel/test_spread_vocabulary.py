@@ -212,6 +212,33 @@ def test_targets_of_two_dimensions_need_the_loss_of_tokens() -> None:
         launch(lambda: Pipeline(build_model(2), spread("1f1b", 2, 4), loss_fn=functional.cross_entropy).step(tokens, target=targets), 2)
 
 
+def test_an_order_whose_schedule_spreads_nothing_is_refused() -> None:
+    tokens, targets = (list(part.split(1)) for part in draw_batch(4, 3))
+    order = ps.BatchPlanner(ps.schedule("1f1b", 2, 4), ps.Costs(), sequence=4).order([1, 2, 3, 4])
+
+    def run() -> None:
+        Pipeline(build_model(2), spread("1f1b", 2, 4), loss_fn=TokenCrossEntropy()).step_list(tokens, targets, order=order)
+
+    with pytest.raises(ScheduleError, match=r"spreads layers of the stages \[\] over the ranks, the pipeline's those of \[0, 1\]"):
+        launch(run, 2)
+
+
+def test_hooks_see_the_gradients_of_the_rows() -> None:
+    tokens, targets = draw_batch()
+
+    def run() -> tuple[int, bool]:
+        pipe = Pipeline(build_model(2), spread("1f1b", 2, 4), loss_fn=TokenCrossEntropy())
+        rows = next(parameter for name, parameter in pipe.named_parameters() if name.startswith("3.weight["))
+        seen: list[Tensor | None] = []
+        rows.register_post_accumulate_grad_hook(lambda parameter: seen.append(None if parameter.grad is None else parameter.grad.clone()))
+        pipe.step(tokens, target=targets)
+        assert seen[-1] is not None
+        assert rows.grad is not None
+        return len(seen), torch.equal(seen[-1], rows.grad)
+
+    assert launch(run, 2) == [(4, True)] * 2
+
+
 # Failures -------------------------------------------------------------------------------------------------------------
 
 

@@ -51,3 +51,8 @@ def _check_schedule(order: BatchOrder, table: Table) -> None:
             f"the order's schedule {schedule.name} has a stage graph with the edges {schedule.graph.edges}, the pipeline's has "
             f"{table.graph.edges}: plan batches from the pipeline's own schedule with schedules=()"
         )
+    if schedule.spread_stages != table.spread_stages:
+        raise ScheduleError(
+            f"the order's schedule {schedule.name} spreads layers of the stages {list(schedule.spread_stages)} over the ranks, the "
+            f"pipeline's those of {list(table.spread_stages)}: give a list of numbers as the order"
+        )

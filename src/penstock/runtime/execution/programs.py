@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.errors import PassError, ScheduleError
 from penstock.ir import codes
-from penstock.ir.kind import COPIES, SPREAD, Kind
+from penstock.ir.kind import COPIES, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Rows
 from penstock.ir.schedule import Schedule
@@ -50,7 +50,7 @@ def find_table(source: Any, ranks: int, microbatches: int | None) -> Table:
 
 def find_spread_ends(table: Table) -> tuple[bool, bool]:
     """Whether a schedule spreads the embedding over the ranks, and the head; refused if a pipeline cannot run it."""
-    stages = set(table.rows.stage[table.rows.is_kind(*SPREAD)].tolist())
+    stages = table.spread_stages
     if not stages:
         return False, False
     obstacle = None

@@ -35,6 +35,7 @@ from torch.nn import functional
 
 from penstock.errors import PipelineError
 from penstock.runtime.device.streams import create_streams, record_event, record_use, use_stream, wait_event
+from penstock.runtime.torch_internals.tensors import post_accumulate_hooks
 from penstock.text.numbers import format_count
 
 _LOOK = timedelta(seconds=0.2)
@@ -279,8 +280,12 @@ class _RowShard:
 
 
 def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Add to a parameter's gradient, and run its post-accumulate hooks, as autograd does."""
     gradient = gradient.to(parameter.dtype)
     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    hooks = post_accumulate_hooks(parameter)
+    for hook in list(hooks.values()) if hooks else ():
+        hook(parameter)
 
 
 class _Share(NamedTuple):
