@@ -35,6 +35,7 @@ SUITES = (
     "simulation",
     "planner",
     "batch_orders",
+    "vocabulary",
     "uneven",
     "losses",
     "overhead",

@@ -30,6 +30,7 @@ from penstock.runtime.model.hugging_face import HuggingFace
 from penstock.runtime.model.partition import Layers, Partition
 from penstock.runtime.parallel.gradients import GradScaler
 from penstock.runtime.parallel.mesh import device_mesh
+from penstock.runtime.parallel.vocabulary import ProcessLane, SpreadEmbedding, SpreadHead, ThreadLane
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.sequence.prefix import Prefix, prefix_of
 from penstock.runtime.train.data_order import DataOrder
@@ -50,13 +51,17 @@ __all__ = [
     "Partition",
     "Pipeline",
     "Prefix",
+    "ProcessLane",
     "RankMetrics",
     "Replayed",
     "Safetensors",
     "SequenceDims",
+    "SpreadEmbedding",
+    "SpreadHead",
     "StageOutput",
     "StepMetrics",
     "StepResult",
+    "ThreadLane",
     "TwoStreams",
     "add_loss",
     "add_metric",

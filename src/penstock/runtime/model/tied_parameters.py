@@ -144,6 +144,10 @@ class SharedParameters:
         """Note that a step has succeeded on all ranks."""
         self._backup = None
 
+    def forget(self) -> None:
+        """Drop the gradients of steps that were not finalized."""
+        self._postponed = {}
+
     def reset(self) -> None:
         """Forget a step that has failed, and restore the gradients of the steps before it that were not finalized."""
         self._postponed = self._postponed if self._backup is None else self._backup
