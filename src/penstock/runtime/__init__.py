@@ -19,6 +19,7 @@ from penstock.runtime.torch_internals.version import check_torch_version
 
 check_torch_version(_torch.__version__)
 
+from penstock.runtime.batch.loss import TokenCrossEntropy
 from penstock.runtime.batch.result import StageOutput, StepResult, add_loss, add_metric, collect
 from penstock.runtime.batch.slices import SequenceDims
 from penstock.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints
@@ -62,6 +63,7 @@ __all__ = [
     "StepMetrics",
     "StepResult",
     "ThreadLane",
+    "TokenCrossEntropy",
     "TwoStreams",
     "add_loss",
     "add_metric",

@@ -23,7 +23,7 @@ from penstock.ir.table import Table
 from penstock.passes.shard import Shard
 from penstock.planner.batches.batch_planner import BatchOrder
 from penstock.runtime.batch import microbatch as mb
-from penstock.runtime.batch.loss import Loss
+from penstock.runtime.batch.loss import Loss, TokenCrossEntropy
 from penstock.runtime.batch.order import apply_order, identify_schedule
 from penstock.runtime.batch.result import ResultShare, StepResult, check_same_step
 from penstock.runtime.batch.slices import SequenceCutter, SequenceDims, SliceLengths
@@ -38,6 +38,7 @@ from penstock.runtime.execution.programs import (
     OffloadChoice,
     add_moves,
     build_training_program,
+    find_spread_ends,
     find_table,
     forward_program,
     rebuild_table,
@@ -49,6 +50,7 @@ from penstock.runtime.model.hugging_face import HuggingFace, adapt_cutter, open_
 from penstock.runtime.model.partition import Partition, apply_plan_split, check_slices, partition
 from penstock.runtime.model.random_streams import add_layer_streams, preserve_random_state
 from penstock.runtime.model.running_statistics import RunningStatistics, write_statistics
+from penstock.runtime.model.spread_ends import take_ends
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.model.tied_parameters import Gather, SharedParameters, Ties, start_buffers_equal
 from penstock.runtime.model.transforms import (
@@ -65,6 +67,7 @@ from penstock.runtime.parallel.fsdp import Sharding, shard_stages, unwrap_ddp
 from penstock.runtime.parallel.gradients import BufferBackup, GradientBackup, HookGuard, clip_grad_norm
 from penstock.runtime.parallel.joint_pipeline import JointPipeline
 from penstock.runtime.parallel.mesh import PipelineMesh, find_group
+from penstock.runtime.parallel.spread_vocabulary import SpreadVocabulary
 from penstock.runtime.sequence.prefix import keep_uncompiled
 from penstock.runtime.torch_internals import pytree
 from penstock.runtime.transport.failures import describe_error
@@ -97,14 +100,17 @@ def report_refusal(method: Method) -> Method:
         try:
             return method(self, *args, **kwargs)
         except BaseException as error:
-            if isinstance(error, PipelineError) or not isinstance(error, Exception):
-                self.group.fail(self.rank, error)
+            try:
+                if isinstance(error, PipelineError) or not isinstance(error, Exception):
+                    self.group.fail(self.rank, error)
+                    raise
+                with suppress(PipelineError):  # an earlier failure that this rank had yet to raise: its own error is raised instead
+                    self.group.enter(self.rank, self.deadline)
+                    headline = f"{self.group.describe_rank(self.rank)} refused its input to the step: {describe_error(error)}"
+                    self.group.report_failure(self.rank, headline, error)
                 raise
-            with suppress(PipelineError):  # an earlier failure that this rank had yet to raise: its own error is raised instead
-                self.group.enter(self.rank, self.deadline)
-                headline = f"{self.group.describe_rank(self.rank)} refused its input to the step: {describe_error(error)}"
-                self.group.report_failure(self.rank, headline, error)
-            raise
+            finally:
+                self.abandon_collectives()
 
     return cast(Method, call)
 
@@ -283,8 +289,16 @@ class Pipeline:
 
     def _cut(self, model: Any, options: ModelOptions, data: DataOptions) -> list[Sequence[str]]:
         """Cut the model into stages and give this rank's stages their weights; the groups of tied parameters."""
-        model, split = apply_plan_split(unwrap_ddp(model, self.grid), self._plan, options.split)
-        cut, stages = partition(model, self.table.stages, split), self.table.placement.stages_of(self.rank)
+        model, stages = unwrap_ddp(model, self.grid), self.table.placement.stages_of(self.rank)
+        self.vocabulary: SpreadVocabulary | None = None
+        """This rank's rows of the embedding and the head, if the schedule spreads them over the ranks."""
+        spread = find_spread_ends(self.table)
+        if any(spread):
+            data.refuse_spread(options, mesh=self.grid is not None, graphs=self.graphs)
+            cut = self._cut_between_ends(model, options.split, *spread)
+        else:
+            model, split = apply_plan_split(model, self._plan, options.split)
+            cut = partition(model, self.table.stages, split)
         for index in stages:
             if cut.parts[index] is None:
                 raise ScheduleError(f"rank {self.rank} holds stage {index}, but the mapping of modules has none for it")
@@ -296,6 +310,19 @@ class Pipeline:
         cut = compile_stages(cut if self.seed is None else add_layer_streams(cut), options.compile)
         self.partition: Partition = recompute_stages(cut, self._plan, options.recompute)
         return tied
+
+    def _cut_between_ends(self, model: Any, split: Any, embedding: bool, head: bool) -> Partition:
+        """Cut the layers between the ends that are spread over the ranks into stages, and take this rank's rows of the ends."""
+        model, split, ends = take_ends(model, split, self._plan, self.table.stages, embedding=embedding, head=head)
+        if head and self.loss.find_token_entropy() is None:
+            raise ScheduleError(
+                "the head is spread over the ranks, which compute the loss together: give loss_fn=TokenCrossEntropy() or "
+                "torch.nn.functional.cross_entropy, without other options than ignore_index"
+            )
+        cut = partition(model, self.table.stages, split, without=ends.names)
+        members: dict[str, Any] = {"group": self.group, "rank": self.rank, "deadline": self.deadline}
+        self.vocabulary = SpreadVocabulary(ends, self.loss.find_token_entropy() if head else None, self.table, **members)
+        return cut
 
     def _share_state(self) -> tuple[SharedParameters, RunningStatistics]:
         """Agree with the other ranks of the pipeline on parameters, buffers and norm layers that several of them hold."""
@@ -309,6 +336,7 @@ class Pipeline:
             identify=self.group.ident,
             parallel=self.group.parallel,
             sums_apart=self.data.dtype is not None,
+            outside=None if self.vocabulary is None else self.vocabulary.places(),
         )
         self._names = set(shared.place)
         start_buffers_equal(self._modules, self.table.placement, self.gather)
@@ -379,7 +407,7 @@ class Pipeline:
         return recovery.run(lambda: recovery.decide(name, read(), do_nothing, lambda values: values))
 
     def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this rank's stages under the model's own names, each once."""
+        """The parameters of this rank's stages under the model's own names, each once, and its rows of a spread vocabulary."""
         seen: set[int] = set()
         for index in self.stages:
             part = self.partition.parts[index]
@@ -393,9 +421,11 @@ class Pipeline:
                         "create the pipeline after the model has all its parameters"
                     )
                 yield name, parameter
+        if self.vocabulary is not None:
+            yield from self.vocabulary.named_parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this rank's stages that it updates, under the model's own names.
+        """The parameters of this rank's stages that it updates, under the model's own names, and its rows of a spread vocabulary.
 
         A parameter that is the same object on several ranks, because virtual ranks share a model, is updated by the first of them only.
         """
@@ -411,6 +441,10 @@ class Pipeline:
                 stacklevel=2,
             )
         return iter(parameters)
+
+    def gather_vocabulary(self) -> dict[str, Tensor]:
+        """The whole parameters of the layers that are spread over the ranks, by name, on every rank; called on all ranks."""
+        return {} if self.vocabulary is None else self.vocabulary.gather_weights(self.gather)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise CopyError(_NO_COPY)
@@ -432,6 +466,7 @@ class Pipeline:
             options: dict[str, Any] = {"overlap": self.overlap, "number": self.number, "graphs": self.graphs, "host": self._host}
             loss = self.loss if self._cutter is None else self._cutter.loss
             parts: dict[str, Any] = {"loss": loss, "group": self.group, "data": self.data, "statistics": self.statistics}
+            parts["vocabulary"] = self.vocabulary
             executor = Executor(program, self.rank, self.stages, deadline=self.deadline, **parts, **options)
             self.group.open((*executor.links.inboxes, *executor.links.outboxes), self.deadline)
             self._executors[key] = executor
@@ -638,6 +673,9 @@ class Pipeline:
     def _prepare(self, feed: StepInput, training: bool, measured: bool) -> tuple[Executor, StepInput]:
         """Do everything that can refuse a step before it runs, and return its executor, and its input, of all replicas after a loss."""
         count, name = feed.microbatches, "step" if training else "eval_step"
+        if self.vocabulary is not None:
+            self._refuse_spread("eval_step and infer run", allowed=training)
+            self.vocabulary.begin_step(feed, self.loss.find_token_entropy(), flat=not isinstance(self.loss.fn, TokenCrossEntropy))
         feed.tokens = feed.total if self.batches.weight and feed.targets is not None else None
         if self.recovery is not None:
             feed.step = self.steps
@@ -659,6 +697,14 @@ class Pipeline:
         if self.group.direct:
             self.group.agree(executor.links.number, self._looks(feed), self.deadline)
         return executor, feed
+
+    def _refuse_spread(self, what: str, *, allowed: bool = False) -> None:
+        """Refuse a call that needs whole ends of the model, if the schedule spreads any over the ranks."""
+        if self.vocabulary is not None and not allowed:
+            raise ScheduleError(
+                f"{what} the whole model, but its vocabulary is spread over the ranks for training: use a pipeline without the pass "
+                "'vocabulary', with the weights of gather_vocabulary()"
+            )
 
     def _run(self, feed: StepInput, training: bool, meter: StepMeter | None = None) -> StepResult:
         """Run a step; if ranks are lost in it, run it again with those that are left."""
@@ -694,6 +740,12 @@ class Pipeline:
                 raise self.group.report_failure(self.rank, headline, error) from error
             finally:
                 executor.activity.stop()
+                self.abandon_collectives()
+
+    def abandon_collectives(self) -> None:
+        """Leave the collectives of a spread vocabulary after a failure, which every rank raises; the next step starts anew."""
+        if self.vocabulary is not None:
+            self.vocabulary.abandon()
 
     def _looks(self, feed: StepInput) -> list[str]:
         """Everything that the shapes and types of this rank's messages can depend on."""
@@ -927,6 +979,7 @@ class Pipeline:
     def parity(self, *args: Any, target: Any = ABSENT, microbatches: int | None = None, stage_kwargs: StageKwargs | None = None) -> Parity:
         """Compare a step with the unpipelined model: the loss, every gradient, the norm, and all state. All is restored."""
         self._check_finalized("parity")
+        self._refuse_spread("parity runs")
         if self.joint is not None:
             raise PipelineError(f"parity compares a whole pipeline, but {self.joint.describe(self.table)}")
         batch = StepArguments(args, target, stage_kwargs or {})
@@ -1005,6 +1058,20 @@ class DataOptions:
     shard: Sharding
     shard_pass: Shard
     accumulate_dtype: torch.dtype | None
+
+    def refuse_spread(self, model: ModelOptions, *, mesh: bool, graphs: bool) -> None:
+        """Refuse options that do not go with a vocabulary that is spread over the ranks, in one sentence each."""
+        reasons = {
+            "mesh": (mesh, "its rows are not shared with data-parallel ranks"),
+            "shard": (self.shard is not False, "its rows are sharded over the pipeline's ranks already"),
+            "accumulate_dtype": (self.accumulate_dtype is not None, "gradients of its rows are summed in their own type"),
+            "weights": (model.weights is not None, "its rows are taken from a model that has its values"),
+            "ties": (bool(model.ties), "its rows belong to one layer each"),
+            "graphs": (graphs, "collectives are joined by the host"),
+        }
+        for name, (is_given, reason) in reasons.items():
+            if is_given:
+                raise ScheduleError(f"{name}= does not go with a vocabulary that is spread over the ranks, because {reason}: leave one out")
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,8 @@ class StageOperations:
             self.moves.reset()
         if self.prefixes is not None:
             self.prefixes.reset()
+        if self.links.spread is not None:
+            self.links.spread.reset()
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
@@ -96,9 +98,8 @@ class StageOperations:
         if stage in self.unordered and self.statistics is not None:
             call = self.statistics.wrap_forward(stage, microbatch, part.module if call is None else call)
         module, training = part.module if call is None else call, self.program.training
-        front = not self.program.graph.inputs_of(stage)
         borrowed = self.links.find_borrowed_inputs(stage, microbatch)
-        single = len(borrowed) == 1
+        front, single = not borrowed, len(borrowed) == 1
 
         def apply(leaves: list[Any]) -> Any:
             feed = self.step_input

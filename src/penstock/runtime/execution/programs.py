@@ -42,15 +42,30 @@ def find_table(source: Any, ranks: int, microbatches: int | None) -> Table:
         raise ScheduleError(
             f"the schedule is for {table.ranks} ranks, but there are {ranks}: launch that many, or build the schedule for {ranks}"
         )
-    if table.rows.is_kind(*SPREAD).any():
-        raise ScheduleError(
-            f"{table.name or 'the schedule'} spreads the vocabulary over the ranks, which a pipeline cannot run yet: plan without "
-            "vocabulary=True, or use the schedule without the pass 'vocabulary'"
-        )
     ends = [stage for stage in range(table.stages) if not table.graph.outputs_of(stage)]
     if len(ends) > 1:
         raise ScheduleError(f"no stage reads stages {ends}: only one stage can produce the model's output")
     return table if microbatches is None else rebuild_table(table, int(microbatches))
+
+
+def find_spread_ends(table: Table) -> tuple[bool, bool]:
+    """Whether a schedule spreads the embedding over the ranks, and the head; refused if a pipeline cannot run it."""
+    stages = set(table.rows.stage[table.rows.is_kind(*SPREAD)].tolist())
+    if not stages:
+        return False, False
+    obstacle = None
+    if table.slices > 1:
+        obstacle = f"cuts sequences into {table.slices} slices"
+    elif len(table.placement.copies) > 1:
+        obstacle = f"runs {len(table.placement.copies)} copies of the model"
+    elif table.rows.is_kind(*COPIES).any():
+        obstacle = "moves activations to host memory"
+    if obstacle is not None:
+        raise ScheduleError(
+            f"{table.name or 'the schedule'} spreads the vocabulary over the ranks and {obstacle}, which a pipeline cannot run together: "
+            "leave one out"
+        )
+    return 0 in stages, table.stages - 1 in stages
 
 
 def add_moves(table: Table, choice: OffloadChoice) -> Table:

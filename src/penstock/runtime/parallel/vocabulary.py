@@ -48,6 +48,14 @@ def split_rows(rows: int, ranks: int) -> list[int]:
     return [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
 
 
+class JoinedCollective(NamedTuple):
+    """A collective that a rank has joined."""
+
+    number: int
+    """How many the rank had joined before it."""
+    future: Future[Any]
+
+
 class CollectiveLane(ABC):
     """Runs the collectives of one rank in the background, one after the other, in the order in which they are joined.
 
@@ -56,9 +64,15 @@ class CollectiveLane(ABC):
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
+        self.joined = 0
+        """How many collectives this rank has joined."""
+        self.on_join: Callable[[], None] | None = None
+        """Called by the rank's thread when it has joined a collective."""
+        self.before_take: Callable[[JoinedCollective], None] | None = None
+        """Called by the rank's thread before it takes the result of a collective, to wait for it in another way; may raise."""
         self._thread = ThreadPoolExecutor(1, f"collectives of rank {rank}", initializer=use_stream, initargs=(create_streams(2)[1],))
 
-    def join(self, work: Callable[[], Any], *tensors: Tensor) -> Future[Any]:
+    def join(self, work: Callable[[], Any], *tensors: Tensor) -> JoinedCollective:
         """Run `work`, which may do several collectives, when those before it are done; it uses these tensors."""
         ready = record_event()
 
@@ -68,7 +82,20 @@ class CollectiveLane(ABC):
             with torch.no_grad():
                 return work(), record_event()
 
-        return self._thread.submit(run)
+        collective = JoinedCollective(self.joined, self._thread.submit(run))
+        self.joined += 1
+        if self.on_join is not None:
+            self.on_join()
+        return collective
+
+    def take(self, collective: JoinedCollective) -> Any:
+        """The result of a collective, for this thread's stream to use. Waits for it, and raises the error that it has raised."""
+        if self.before_take is not None:
+            self.before_take(collective)
+        value, done = collective.future.result()
+        wait_event(done)
+        record_use(value)
+        return value
 
     @abstractmethod
     def broadcast(self, value: Tensor, source: int) -> Tensor:
@@ -88,6 +115,10 @@ class CollectiveLane(ABC):
 
     def close(self) -> None:
         self._thread.shutdown()
+
+    def abandon(self) -> None:
+        """Close after a failure: collectives that not all ranks will join are not waited for."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> Self:
         return self
@@ -129,15 +160,24 @@ class ProcessLane(CollectiveLane):
 class ThreadLane(CollectiveLane):
     """The collectives of virtual ranks, which are threads of one process on one device: `ThreadLane.create(ranks)` gives one per rank."""
 
-    def __init__(self, rank: int, shared: _MeetingPoint) -> None:
+    def __init__(self, rank: int, shared: MeetingPoint) -> None:
         super().__init__(rank, len(shared.values))
         self._shared = shared
+        shared.lanes[rank] = self
 
     @classmethod
     def create(cls, ranks: int, timeout: float = 60.0) -> list[ThreadLane]:
         """One lane per rank. A collective that not all ranks have joined after `timeout` seconds fails on all of them."""
-        shared = _MeetingPoint(ranks, timeout)
+        shared = MeetingPoint(ranks, timeout)
         return [cls(rank, shared) for rank in range(ranks)]
+
+    def have_all_joined(self, collective: JoinedCollective) -> bool:
+        """Whether every rank has joined a collective, so that it ends without any of them."""
+        return all(lane is not None and lane.joined > collective.number for lane in self._shared.lanes)
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._shared.barrier.abort()
 
     def broadcast(self, value: Tensor, source: int) -> Tensor:
         with self._shared.meet(self.rank, value) as values:
@@ -156,12 +196,13 @@ class ThreadLane(CollectiveLane):
             return torch.stack(values).amax(dim=0)
 
 
-class _MeetingPoint:
+class MeetingPoint:
     """Where threads lay out their values for each other."""
 
     def __init__(self, ranks: int, timeout: float) -> None:
         self.values: list[Any] = [None] * ranks
         self.events: list[Any] = [None] * ranks
+        self.lanes: list[ThreadLane | None] = [None] * ranks
         self.timeout, self.barrier = timeout, threading.Barrier(ranks)
 
     @contextmanager
@@ -181,14 +222,6 @@ class _MeetingPoint:
             raise PipelineError(f"not all of {len(self.values)} ranks have joined a collective within {self.timeout:g} s") from None
         for event in self.events:
             wait_event(event)
-
-
-def _wait(future: Future[Any]) -> Any:
-    """The result of a collective, for this thread's stream to use; raises what it has raised."""
-    value, done = future.result()
-    wait_event(done)
-    record_use(value)
-    return value
 
 
 class _RowShard:
@@ -214,6 +247,11 @@ class _RowShard:
 
     def _take(self, whole: Tensor, count: int) -> Tensor:
         return whole.detach()[self.first : self.first + count].clone()
+
+    @property
+    def rows(self) -> slice:
+        """The rank's rows in the whole weight."""
+        return slice(self.first, self.first + len(self.weight))
 
     def _find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Which tokens are rows of this rank, and their places among these rows; 0 for the others."""
@@ -284,11 +322,16 @@ class SpreadHead(_RowShard):
         self.bias = None if bias is None else nn.Parameter(self._take(bias, len(self.weight)))
         self.ignore_index = ignore_index
         self.dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        self._inputs: dict[int, Future[Any]] = {}
+        self.restart(lane)
+
+    def restart(self, lane: CollectiveLane) -> None:
+        """Forget all microbatches in progress, after a failure, and join collectives on this lane from now on."""
+        self.lane = lane
+        self._inputs: dict[int, JoinedCollective] = {}
         self._shares: dict[int, _Share] = {}
-        self._factors: dict[int, Future[Any]] = {}
-        self._losses: dict[int, Future[Any]] = {}
-        self._gradients: dict[int, Future[Any]] = {}
+        self._factors: dict[int, JoinedCollective] = {}
+        self._losses: dict[int, JoinedCollective] = {}
+        self._gradients: dict[int, JoinedCollective] = {}
 
     def join_broadcast(self, unit: int, hidden: Tensor) -> None:
         """BROADCAST: `hidden` is the head's input on the owner; elsewhere a tensor of its shape and type, which is overwritten."""
@@ -302,7 +345,7 @@ class SpreadHead(_RowShard):
 
         `weights` is how much the loss of each token counts in the gradients, such as one over the number of tokens for a mean.
         """
-        hidden = _wait(self._inputs.pop(unit))
+        hidden = self.lane.take(self._inputs.pop(unit))
         hidden, targets = hidden.view(-1, hidden.shape[-1]), targets.reshape(-1)
         if len(targets) != len(hidden):
             raise PipelineError(f"microbatch {unit} has {len(hidden)} tokens, but {len(targets)} targets")
@@ -339,19 +382,19 @@ class SpreadHead(_RowShard):
 
     def take_losses(self, unit: int) -> Tensor:
         """The loss of each token, on every rank; 0 for those that do not count. Waits for the COMBINE."""
-        losses: Tensor = _wait(self._losses.pop(unit)).losses
+        losses: Tensor = self.lane.take(self._losses.pop(unit)).losses
         return losses
 
     def take_input_gradient(self, unit: int) -> Tensor:
         """The gradient of the head's input, one row per token, on the owner. Waits for the COMBINE."""
         if self.lane.rank != self.owner:
             raise PipelineError(f"the gradient of the head's input is on rank {self.owner}, and this is rank {self.lane.rank}")
-        gradient: Tensor = _wait(self._gradients.pop(unit)).gradient
+        gradient: Tensor = self.lane.take(self._gradients.pop(unit)).gradient
         return gradient
 
     def add_weight_gradients(self, unit: int) -> None:
         """T: add to the gradients of the rank's rows, and let go of the logits. Waits for the COMBINE."""
-        combined, share = _wait(self._factors.pop(unit)), self._shares.pop(unit)
+        combined, share = self.lane.take(self._factors.pop(unit)), self._shares.pop(unit)
         with torch.no_grad():
             errors = share.exponentials.mul_(combined.factor[:, None])
             errors[torch.arange(len(errors), device=errors.device), share.place] -= share.own.to(errors.dtype)
@@ -371,10 +414,15 @@ class SpreadEmbedding(_RowShard):
     def __init__(self, weight: Tensor, *, lane: CollectiveLane, owner: int, padding_idx: int | None = None) -> None:
         super().__init__(weight, lane, owner, "first stage")
         self.padding_idx = padding_idx
+        self.restart(lane)
+
+    def restart(self, lane: CollectiveLane) -> None:
+        """Forget all microbatches in progress, after a failure, and join collectives on this lane from now on."""
+        self.lane = lane
         self._tokens: dict[int, Tensor] = {}
         self._made: dict[int, Tensor] = {}
-        self._combined: dict[int, Future[Any]] = {}
-        self._gradients: dict[int, Future[Any]] = {}
+        self._combined: dict[int, JoinedCollective] = {}
+        self._gradients: dict[int, JoinedCollective] = {}
 
     def run_share(self, unit: int, tokens: Tensor) -> None:
         """S: the rows of the tokens that this rank has, zeros for the others."""
@@ -393,7 +441,7 @@ class SpreadEmbedding(_RowShard):
         """The embeddings of a microbatch, on the owner. Waits for the COMBINE."""
         if self.lane.rank != self.owner:
             raise PipelineError(f"the embeddings are on rank {self.owner}, and this is rank {self.lane.rank}")
-        output: Tensor = _wait(self._combined.pop(unit))
+        output: Tensor = self.lane.take(self._combined.pop(unit))
         return output
 
     def join_broadcast(self, unit: int, gradient: Tensor) -> None:
@@ -403,7 +451,7 @@ class SpreadEmbedding(_RowShard):
 
     def add_weight_gradients(self, unit: int) -> None:
         """T: add to the gradients of the rank's rows. Waits for the BROADCAST."""
-        gradient, tokens = _wait(self._gradients.pop(unit)), self._tokens.pop(unit)
+        gradient, tokens = self.lane.take(self._gradients.pop(unit)), self._tokens.pop(unit)
         self._combined.pop(unit, None)
         own, place = self._find(tokens)
         if self.padding_idx is not None:
