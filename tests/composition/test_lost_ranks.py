@@ -214,7 +214,7 @@ def test_the_others_go_on(workers: Workers, tmp_path: Path, caplog: pytest.LogCa
 
     def train_with(plan: dict[int, tuple[int, str]], folder: str) -> dict[str, Any]:
         (Path(folder) / f"{rank()}.pid").write_text(str(os.getpid()))
-        out = train("zbv", plan, 3, dropout=0.3, seed=5, deadline=10.0 if plan else DEADLINE)
+        out = train("zbv", plan, 3, dropout=0.3, seed=5, deadline=6.0 if plan else DEADLINE)
         if plan and rank() == 1:
             os.kill(int((Path(folder) / "3.pid").read_text()), signal.SIGCONT)
         return out

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CopyError, PipelineError, ScheduleError
+from penstock.ir.kind import SHARES
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
@@ -1035,6 +1036,8 @@ class GroupOptions:
             why = f"each rank of a tensor-parallel group of {mesh.tensor.ranks} holds a part that no other has: leave out tp"
         elif table.slices > 1:
             why = f"the {table.slices} slices of a sequence must stay on one rank: use a schedule without slices"
+        elif table.rows.is_kind(*SHARES).any():
+            why = "its share of the vocabulary is needed for every microbatch: use a schedule that keeps the vocabulary on one rank"
         if why is not None and self.on_loss is not None:
             raise ScheduleError(f"on_loss='take-over', but no other rank can run the microbatches of a lost one, because {why}")
         return why is None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from penstock.errors import PlanError, ScheduleError
 from penstock.ir.codes import MAX_MICROBATCHES
 from penstock.ir.costs import Costs
+from penstock.ir.kind import SHARES
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
@@ -109,6 +110,11 @@ def _check_schedule(schedule: Schedule, survivors: Survivors) -> None:
         raise ScheduleError(
             f"{schedule.name or 'the schedule'} cuts microbatches into {schedule.slices} slices, which must stay on one rank: peers can "
             "take over only whole microbatches, so use a schedule without slices, or start again from a checkpoint after a loss"
+        )
+    if schedule.rows.is_kind(*SHARES).any():
+        raise ScheduleError(
+            f"{schedule.name or 'the schedule'} spreads the vocabulary over its ranks, and the share of a lost rank is needed for every "
+            "microbatch: use a schedule that keeps the vocabulary on one rank, or start again from a checkpoint after a loss"
         )
     if schedule.microbatches * survivors.data > MAX_MICROBATCHES:
         raise ScheduleError(f"{schedule.microbatches} microbatches x {survivors.data} replicas: at most {MAX_MICROBATCHES} are supported")
