@@ -675,7 +675,6 @@ class Pipeline:
         """Do everything that can refuse a step before it runs, and return its executor, and its input, of all replicas after a loss."""
         count, name = feed.microbatches, "step" if training else "eval_step"
         if self.vocabulary is not None:
-            self._refuse_spread("eval_step and infer run", allowed=training)
             self.vocabulary.begin_step(feed, self.loss.find_token_entropy(), flat=not isinstance(self.loss.fn, TokenCrossEntropy))
         feed.tokens = feed.total if self.batches.weight and feed.targets is not None else None
         if self.recovery is not None:
@@ -698,14 +697,6 @@ class Pipeline:
         if self.group.direct:
             self.group.agree(executor.links.number, self._looks(feed), self.deadline)
         return executor, feed
-
-    def _refuse_spread(self, what: str, *, allowed: bool = False) -> None:
-        """Refuse a call that needs whole ends of the model, if the schedule spreads any over the ranks."""
-        if self.vocabulary is not None and not allowed:
-            raise ScheduleError(
-                f"{what} the whole model, but its vocabulary is spread over the ranks for training: use a pipeline without the pass "
-                "'vocabulary', with the weights of gather_vocabulary()"
-            )
 
     def _run(self, feed: StepInput, training: bool, meter: StepMeter | None = None) -> StepResult:
         """Run a step; if ranks are lost in it, run it again with those that are left."""
@@ -980,7 +971,8 @@ class Pipeline:
     def parity(self, *args: Any, target: Any = ABSENT, microbatches: int | None = None, stage_kwargs: StageKwargs | None = None) -> Parity:
         """Compare a step with the unpipelined model: the loss, every gradient, the norm, and all state. All is restored."""
         self._check_finalized("parity")
-        self._refuse_spread("parity runs")
+        if self.vocabulary is not None:
+            raise ScheduleError("parity compares with the whole model, which no rank has if the vocabulary is spread over the ranks")
         if self.joint is not None:
             raise PipelineError(f"parity compares a whole pipeline, but {self.joint.describe(self.table)}")
         batch = StepArguments(args, target, stage_kwargs or {})

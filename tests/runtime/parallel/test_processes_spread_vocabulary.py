@@ -27,7 +27,11 @@ def test_it_trains_like_the_plain_loop(workers: Workers, name: str, ranks: int, 
 
     def run() -> dict[str, Any]:
         torch.set_num_threads(1)
-        return train_pipeline(Pipeline(model, schedule, loss_fn=TokenCrossEntropy(), deadline=60), tokens, targets)
+        pipe = Pipeline(model, schedule, loss_fn=TokenCrossEntropy(), deadline=60)
+        evaluated = pipe.eval_step(tokens, target=targets).loss
+        trained = train_pipeline(pipe, tokens, targets)
+        spread_models.assert_equal(trained["losses"][0], evaluated)
+        return trained
 
     compare_with_plain_loop(workers.run(run, ranks=ranks), model, tokens, targets, microbatches)
 

@@ -151,6 +151,38 @@ def test_times_and_metrics_cover_the_shares() -> None:
         assert len(metrics) == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"head": False}])
+def test_evaluation_has_the_loss_of_the_whole_model(options: dict[str, Any]) -> None:
+    """Between training steps, with dropout off, for another number of microbatches."""
+    (tokens, targets), schedule = draw_batch(), spread("zbv", 2, 4, **options)
+
+    def build() -> nn.Sequential:
+        model = build_model(4)
+        model[1].append(nn.Dropout(0.5))
+        return model
+
+    def run() -> list[Any]:
+        pipe = Pipeline(build(), schedule, loss_fn=TokenCrossEntropy())
+        results = [pipe.eval_step(tokens, target=targets), pipe.eval_step(tokens, target=targets, microbatches=5)]
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+        pipe.step(tokens, target=targets)
+        results.append(pipe.eval_step(tokens, target=targets))
+        return [result.loss for result in results] + results[1].losses
+
+    model = build().eval()
+    with torch.no_grad():
+        loss = TokenCrossEntropy()(model(tokens), targets)
+        parts = [TokenCrossEntropy()(model(x), y) for x, y in zip(tokens.tensor_split(5), targets.tensor_split(5), strict=True)]
+    for losses in launch(run, 2):
+        assert_equal(torch.stack(losses), torch.stack([loss] * 3 + parts))
+
+
+def test_outputs_of_a_head_that_is_not_spread() -> None:
+    (tokens, _), schedule = draw_batch(), spread("1f1b", 2, 4, head=False)
+    for outputs in launch(lambda: Pipeline(build_model(2), schedule, loss_fn=TokenCrossEntropy()).infer(tokens), 2):
+        assert_equal(outputs, build_model(2)(tokens))
+
+
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 
@@ -180,7 +212,7 @@ def test_calls_that_need_whole_ends_are_refused_and_training_goes_on(tmp_path: A
         pipe = Pipeline(build_model(2), spread("1f1b", 2, 4), loss_fn=TokenCrossEntropy())
         attempts = [
             lambda: pipe.infer(tokens),
-            lambda: pipe.eval_step(tokens, target=targets),
+            lambda: pipe.eval_step(tokens),
             lambda: pipe.parity(tokens, target=targets),
             lambda: pipe.step(tokens, target=targets, outputs=True),
             lambda: pipe.step(tokens),
@@ -201,7 +233,7 @@ def test_calls_that_need_whole_ends_are_refused_and_training_goes_on(tmp_path: A
         return told
 
     for told in launch(run, 2):
-        starts = ["eval_step and infer run the whole model"] * 2 + ["parity runs the whole model", "outputs=True, but no rank"]
+        starts = ["infer and outputs=True", "every rank has a share of the head", "parity compares with", "infer and outputs=True"]
         starts += ["every rank has a share of the head", "every rank has a share of the embedding", "token 2", "target -1"]
         assert [text[: len(start)] for text, start in zip(told, starts, strict=True)] == starts
 

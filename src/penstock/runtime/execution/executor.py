@@ -69,7 +69,7 @@ class Executor:
         self.program, self.rank, self.group, self.data, self.overlap = program, rank, group, data, overlap
         self.actions = program[rank]
         self.activity = group.activity(rank)
-        spread = None if vocabulary is None else SpreadOperations(vocabulary, program.stages)
+        spread = None if vocabulary is None else SpreadOperations(vocabulary, program.stages, training=program.training)
         options: dict[str, Any] = {"packer": data.packer, "blocking": blocking, "spread": spread}
         self.links = RankEdges(program, rank, group, deadline=deadline, number=number, **options)
         prefixes = Prefixes(program.slices) if program.slices > 1 else None
@@ -126,6 +126,8 @@ class Executor:
                     for at, operation in self._busy:
                         activity.at, activity.began = at, clock()
                         operation()
+                if self.links.spread is not None:
+                    self.links.spread.finish_evaluation(step_input)
         except Exception:
             if self.failed_at is None:
                 self.failed_at = self.actions[activity.at]

@@ -21,6 +21,7 @@ from penstock.passes.offload import Offload, move_activations
 from penstock.passes.pass_list import PassList
 from penstock.passes.send_receive import SendReceive
 from penstock.passes.shard import Shard
+from penstock.passes.vocabulary import Vocabulary, spread_vocabulary
 from penstock.verifier.verify import verify
 
 OffloadChoice = bool | int | Sequence[int] | Offload | None
@@ -152,7 +153,10 @@ def forward_program(table: Table, count: int, semantics: str = "channels", shard
     name = f"{table.name} forward".strip()
     schedule = Schedule.from_rows(rows, placement, count, graph=graph, name=name, slices=table.slices)
     span = max((target - source for source, target in graph.edges), default=1)
-    if semantics != "channels":
+    if table.spread_stages:
+        ends = Vocabulary(embedding=0 in table.spread_stages, head=table.stages - 1 in table.spread_stages)
+        schedule = spread_vocabulary(schedule, vocabulary=ends)
+    if semantics != "channels" or table.spread_stages:
         program = _lower(schedule, shard)
         verify(program, semantics=semantics)
         return program

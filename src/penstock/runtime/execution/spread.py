@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.errors import ScheduleError
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
+from penstock.runtime.batch.step_input import StepInput
 from penstock.runtime.parallel.spread_vocabulary import SpreadVocabulary
 from penstock.runtime.parallel.vocabulary import SpreadEmbedding, SpreadHead
 from penstock.runtime.tensors.boundary import GuardedMessage
@@ -27,9 +28,9 @@ class SpreadOperations:
     that these stages have filled as they would for a neighbour on the same rank.
     """
 
-    def __init__(self, vocabulary: SpreadVocabulary, stages: int) -> None:
+    def __init__(self, vocabulary: SpreadVocabulary, stages: int, *, training: bool) -> None:
         self.embedding, self.head = vocabulary.embedding, vocabulary.head
-        self._stages = stages
+        self._stages, self._training = stages, training
         self._forms: dict[int, Tensor] = {}
         """For each microbatch whose last forward has run, the output in that form, cut off from its graph."""
 
@@ -45,12 +46,25 @@ class SpreadOperations:
         """Let go of everything that belongs to a step."""
         self._forms.clear()
 
+    def finish_evaluation(self, step_input: StepInput) -> None:
+        """Note the losses at the end of a step without gradients, in which no T waits for them."""
+        if self.head is not None and not self._training:
+            for microbatch in range(len(step_input.args)):
+                self._note_loss(self.head, microbatch, step_input)
+
+    def _note_loss(self, head: SpreadHead, microbatch: int, step_input: StepInput) -> None:
+        """Take a microbatch's losses; the rank of the last stage notes their mean. Waits for the COMBINE."""
+        losses = head.take_losses(microbatch)
+        if head.lane.rank == head.owner:
+            loss = losses.sum() / _count(head, _get_targets(step_input, microbatch))
+            step_input.share.losses[microbatch] = loss, step_input.scales[microbatch]
+
     # Values for stages ------------------------------------------------------------------------------------------------
 
     def take_embeddings(self, microbatch: int) -> Tensor:
         """The input of stage 0. Waits for the COMBINE."""
         assert self.embedding is not None
-        return self.embedding.take_output(microbatch).requires_grad_()
+        return self.embedding.take_output(microbatch).requires_grad_(self._training)
 
     def take_output_gradients(self, microbatch: int) -> list[Tensor]:
         """The gradient of the last stage's output, if it has one. Waits for the COMBINE."""
@@ -71,7 +85,7 @@ class SpreadOperations:
     def _build_for_embedding(self, layer: SpreadEmbedding, kind: Kind, microbatch: int, compute: StageOperations) -> Operation:
         match kind:
             case Kind.S:
-                return lambda: layer.run_share(microbatch, compute.step_input.args[microbatch][0])
+                return lambda: layer.run_share(microbatch, compute.step_input.args[microbatch][0], gradients=self._training)
             case Kind.COMBINE:
                 return partial(layer.join_combine, microbatch)
             case Kind.T:
@@ -98,9 +112,9 @@ class SpreadOperations:
 
                 def run_share() -> None:
                     feed = compute.step_input
-                    targets = _get_targets(compute, microbatch)
+                    targets = _get_targets(compute.step_input, microbatch)
                     scale = feed.scales[microbatch] * feed.factor
-                    layer.run_share(microbatch, targets, scale / _count(layer, targets).clamp(min=1))
+                    layer.run_share(microbatch, targets, scale / _count(layer, targets).clamp(min=1), gradients=self._training)
 
                 return run_share
             case Kind.COMBINE:
@@ -108,10 +122,7 @@ class SpreadOperations:
             case Kind.T:
 
                 def add_weight_gradients() -> None:
-                    feed, losses = compute.step_input, layer.take_losses(microbatch)
-                    if is_owner:
-                        loss = losses.sum() / _count(layer, _get_targets(compute, microbatch))
-                        feed.share.losses[microbatch] = loss, feed.scales[microbatch]
+                    self._note_loss(layer, microbatch, compute.step_input)
                     layer.add_weight_gradients(microbatch)
 
                 return add_weight_gradients
@@ -119,7 +130,7 @@ class SpreadOperations:
         register = compute.links.output_targets(last, microbatch)[0] if is_owner else None
 
         def broadcast() -> None:
-            targets, weight = _get_targets(compute, microbatch), layer.weight
+            targets, weight = _get_targets(compute.step_input, microbatch), layer.weight
             shape = (*targets.shape, weight.shape[1])
             if register is None:
                 layer.join_broadcast(microbatch, torch.empty(shape, dtype=weight.dtype, device=weight.device))
@@ -130,14 +141,15 @@ class SpreadOperations:
                 raise ScheduleError(
                     f"the last stage returned {_describe(hidden)}: for its targets the head takes a tensor of {list(shape)}"
                 )
-            self._forms[microbatch] = hidden
+            if self._training:
+                self._forms[microbatch] = hidden
             layer.join_broadcast(microbatch, hidden.to(weight.dtype))
 
         return broadcast
 
 
-def _get_targets(compute: StageOperations, microbatch: int) -> Tensor:
-    targets = compute.step_input.targets
+def _get_targets(step_input: StepInput, microbatch: int) -> Tensor:
+    targets = step_input.targets
     assert targets is not None
     tensor: Tensor = targets[microbatch]
     return tensor

@@ -111,10 +111,13 @@ class SpreadVocabulary:
                 _check_range(tokens, self._rows["embedding"], "token")
         if self.head is not None:
             assert entropy is not None
+            if feed.outputs:
+                raise ScheduleError(
+                    "infer and outputs=True return the logits, but no rank has those of a vocabulary that is spread over the ranks: use "
+                    "another pipeline, with the weights of gather_vocabulary()"
+                )
             if feed.targets is None:
                 raise ScheduleError("every rank has a share of the head and the loss: give every rank the target of the step")
-            if feed.outputs:
-                raise ScheduleError("outputs=True, but no rank has the logits of a vocabulary that is spread over the ranks: leave it out")
             for targets in feed.targets:
                 if not isinstance(targets, Tensor) or targets.is_floating_point():
                     raise ScheduleError("the target of a head that is spread over the ranks is a tensor of token numbers")

@@ -291,16 +291,16 @@ def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
 class _Share(NamedTuple):
     """What S of the head has made of a microbatch."""
 
-    hidden: Tensor
-    """The head's input, one row per token."""
-    exponentials: Tensor
+    hidden: Tensor | None
+    """The head's input, one row per token. None without gradients, like the exponentials and the gradient."""
+    exponentials: Tensor | None
     """exp(logit - largest) of the rank's rows."""
     largest: Tensor
     total: Tensor
     """The sum of the exponentials."""
     picked: Tensor
     """The logit of the target, on the rank that has its row; else 0."""
-    gradient: Tensor
+    gradient: Tensor | None
     """The exponentials times the weights."""
     own: Tensor
     """Whether the target is a row of this rank and counts."""
@@ -315,7 +315,7 @@ class _Combined(NamedTuple):
     factor: Tensor
     """From the rank's exponentials to probabilities."""
     losses: Tensor
-    gradient: Tensor
+    gradient: Tensor | None
     """Of the head's input, on the owner."""
 
 
@@ -363,10 +363,11 @@ class SpreadHead(_RowShard):
         value = hidden.detach().contiguous()
         self._inputs[unit] = self.lane.join(lambda: self.lane.broadcast(value, self.owner), value)
 
-    def run_share(self, unit: int, targets: Tensor, weights: Tensor | float = 1.0) -> None:
+    def run_share(self, unit: int, targets: Tensor, weights: Tensor | float = 1.0, *, gradients: bool = True) -> None:
         """S: the logits of the rank's rows, and its part of the gradient of the head's input.
 
         `weights` is how much the loss of each token counts in the gradients, such as one over the number of tokens for a mean.
+        Without `gradients` only losses can be taken, by `take_losses`, and nothing else of the microbatch is kept after COMBINE.
         """
         hidden = self.lane.take(self._inputs.pop(unit))
         hidden, targets = hidden.view(-1, hidden.shape[-1]), targets.reshape(-1)
@@ -381,15 +382,20 @@ class SpreadHead(_RowShard):
             largest = logits.amax(dim=1)
             picked = torch.where(own, logits.gather(1, place[:, None])[:, 0], 0.0)
             exponentials = logits.sub_(largest[:, None]).exp_()
-            gradient = (exponentials.to(self.weight.dtype) @ self.weight).to(self.dtype)
+            gradient = (exponentials.to(self.weight.dtype) @ self.weight).to(self.dtype) if gradients else None
             total = exponentials.sum(dim=1)
-        self._shares[unit] = _Share(hidden, exponentials, largest, total, picked, gradient, own, place, scale)
+        kept = exponentials if gradients else None
+        self._shares[unit] = _Share(hidden if gradients else None, kept, largest, total, picked, gradient, own, place, scale)
 
     def join_combine(self, unit: int) -> None:
         """COMBINE: the largest logit and the sum of exponentials over all rows, the losses, and the gradient of the head's input."""
         share = self._shares[unit]
-        combined = self.lane.join(lambda: self._combine(share), *share)
-        self._factors[unit] = self._losses[unit] = combined
+        combined = self.lane.join(lambda: self._combine(share), *(tensor for tensor in share if tensor is not None))
+        self._losses[unit] = combined
+        if share.hidden is None:
+            del self._shares[unit]
+            return
+        self._factors[unit] = combined
         if self.lane.rank == self.owner:
             self._gradients[unit] = combined
 
@@ -398,9 +404,11 @@ class SpreadHead(_RowShard):
         rescale = (share.largest - largest).exp()
         total, picked = self.lane.sum_everywhere(torch.stack((share.total * rescale, share.picked)))
         factor = rescale / total
+        losses = torch.where(share.scale != 0, total.log() + largest - picked, 0.0)
+        if share.hidden is None or share.gradient is None:
+            return _Combined(factor, losses, None)
         gradient = share.gradient * factor[:, None] - torch.where(share.own[:, None], self.weight.detach()[share.place], 0.0)
         gradient = self.lane.sum_on(self.owner, gradient * share.scale[:, None])
-        losses = torch.where(share.scale != 0, total.log() + largest - picked, 0.0)
         return _Combined(factor, losses, gradient.to(share.hidden.dtype))
 
     def take_losses(self, unit: int) -> Tensor:
@@ -419,6 +427,8 @@ class SpreadHead(_RowShard):
         """T: add to the gradients of the rank's rows, and let go of the logits. Waits for the COMBINE."""
         combined, share = self.lane.take(self._factors.pop(unit)), self._shares.pop(unit)
         with torch.no_grad():
+            assert share.exponentials is not None
+            assert share.hidden is not None
             errors = share.exponentials.mul_(combined.factor[:, None])
             errors[torch.arange(len(errors), device=errors.device), share.place] -= share.own.to(errors.dtype)
             errors *= share.scale[:, None]
@@ -447,18 +457,21 @@ class SpreadEmbedding(_RowShard):
         self._combined: dict[int, JoinedCollective] = {}
         self._gradients: dict[int, JoinedCollective] = {}
 
-    def run_share(self, unit: int, tokens: Tensor) -> None:
-        """S: the rows of the tokens that this rank has, zeros for the others."""
+    def run_share(self, unit: int, tokens: Tensor, *, gradients: bool = True) -> None:
+        """S: the rows of the tokens that this rank has, zeros for the others. Without `gradients` the microbatch ends with its output."""
         if unit in self._tokens:
             raise PipelineError(f"microbatch {unit} of the spread embedding is in progress already")
         own, place = self._find(tokens)
-        self._tokens[unit] = tokens
+        if gradients:
+            self._tokens[unit] = tokens
         self._made[unit] = torch.where(own[..., None], self.weight.detach()[place], 0.0)
 
     def join_combine(self, unit: int) -> None:
         """COMBINE: the rows of all tokens, on the owner."""
         made = self._made.pop(unit)
-        self._combined[unit] = self.lane.join(lambda: self.lane.sum_on(self.owner, made), made)
+        combined = self.lane.join(lambda: self.lane.sum_on(self.owner, made), made)
+        if self.lane.rank == self.owner:
+            self._combined[unit] = combined
 
     def take_output(self, unit: int) -> Tensor:
         """The embeddings of a microbatch, on the owner. Waits for the COMBINE."""
@@ -475,7 +488,6 @@ class SpreadEmbedding(_RowShard):
     def add_weight_gradients(self, unit: int) -> None:
         """T: add to the gradients of the rank's rows. Waits for the BROADCAST."""
         gradient, tokens = self.lane.take(self._gradients.pop(unit)), self._tokens.pop(unit)
-        self._combined.pop(unit, None)
         own, place = self._find(tokens)
         if self.padding_idx is not None:
             own &= tokens != self.padding_idx
