@@ -237,7 +237,7 @@ class BatchPlanner:
         """The costs of a batch per stage and microbatch.
 
         Times follow `LengthCosts`; activations, stashes and messages grow with the number of tokens. A stage that a microbatch skips takes
-        no time and holds nothing, but its message is passed on.
+        no time and holds nothing, and a message between two such stages is empty; only its latency remains.
         """
         microbatches, base, stages = read_lengths(lengths), self.problem.costs, self.problem.stages
         runs = np.ones((stages, len(microbatches)))
@@ -253,9 +253,10 @@ class BatchPlanner:
         time = np.array([rows[model] for model in self.lengths])
         size = np.array([sum(samples) / (self.samples * self.lengths[0].sequence) for samples in microbatches])
         factors = dict.fromkeys(("f", "i", "w", "b"), time * runs) | dict.fromkeys(("activation", "weight_stash"), size * runs)
+        passed = np.vstack([np.maximum(runs[:-1], runs[1:]), runs[-1:]])
         tables = {
             name: np.array(base.per_stage(name, stages))[:, None] * factor
-            for name, factor in (factors | {"output": np.broadcast_to(size, runs.shape)}).items()
+            for name, factor in (factors | {"output": size * passed}).items()
             if getattr(base, name) is not None
         }
         return replace(base, **tables)
@@ -277,15 +278,17 @@ class BatchPlanner:
             problem = replace(self.problem, costs=costs, microbatches=microbatches)
             return _BatchSearch(problem, self._list_lowered(microbatches), self._build_slowest, self.tries).run()
 
-    def ahead(self, batches: Iterable[Batch], lengths: Callable[[Batch], Any]) -> Iterator[tuple[Batch, BatchOrder]]:
+    def ahead(
+        self, batches: Iterable[Batch], lengths: Callable[[Batch], Any], skips: Callable[[Batch], Skips | None] | None = None
+    ) -> Iterator[tuple[Batch, BatchOrder]]:
         """Yield each batch with its order, planned in a thread while the caller works on the batch before.
 
-        `lengths(batch)` returns what `order` takes. One batch more than the caller has seen is read from `batches`.
+        `lengths(batch)` and `skips(batch)` return what `order` takes. One batch more than the caller has seen is read from `batches`.
         """
         with ThreadPoolExecutor(1, thread_name_prefix="penstock-batches") as pool:
             waiting: tuple[Batch, Future[BatchOrder]] | None = None
             for batch in batches:
-                planned = batch, pool.submit(self.order, lengths(batch))
+                planned = batch, pool.submit(self.order, lengths(batch), skips=None if skips is None else skips(batch))
                 if waiting is not None:
                     yield waiting[0], waiting[1].result()
                 waiting = planned

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.planner.candidate import Verdict
 from penstock.planner.job.configuration import DIMENSIONS
-from penstock.planner.job.layer_costs import LayerCosts
+from penstock.planner.job.costs import make_costs
 from penstock.planner.job.search import Trial
 from penstock.planner.partition.stage_costs import split_layers
 from penstock.text.numbers import format_count
@@ -74,7 +74,7 @@ def _describe_rest(plan: JobPlan, trial: Trial) -> str:
     own, other = plan.configuration, trial.configuration
     changed = [f"{_NAMES.get(name, name)} {getattr(other, name)}" for name in DIMENSIONS if getattr(own, name) != getattr(other, name)]
     again = sum(trial.schedules[0].recomputed)
-    recomputed = [f"{again} block{'' if again == 1 else 's'} recomputed"] if again else []
+    recomputed = [f"{format_count(again, _name_layer(plan))} recomputed"] if again else []
     return ", ".join([*changed, trial.schedules[0].name, *recomputed])
 
 
@@ -87,22 +87,32 @@ def write_report(plan: JobPlan) -> str:
 def _write_summary(plan: JobPlan) -> Iterator[str]:
     chosen, units, machines = plan.configuration, plan.units, plan.job.machines
     degrees = f"pipeline {chosen.pipeline} x data {chosen.data} x tensor {chosen.tensor} x context {chosen.context}"
-    yield f"job: {plan.job.transformer.parameters / 1e9:.3g}G parameters on {machines.gpus} GPUs: {degrees}"
-    yield f"  {'step':<12} {units.time(plan.seconds)}, {plan.tokens_per_second:,.0f} tokens per second, bubble {plan.predicted.bubble:.1%}"
-    yield f"  {'per GPU':<12} {plan.flops_per_gpu / 1e12:.0f} Tflop/s useful, {plan.utilization:.1%} of the peak"
+    yield f"job: {plan.job.describe()} on {machines.gpus} GPUs: {degrees}"
+    speed = f"{plan.samples_per_second:,.4g} samples" if plan.tokens_per_second is None else f"{plan.tokens_per_second:,.0f} tokens"
+    yield f"  {'step':<12} {units.time(plan.seconds)}, {speed} per second, bubble {plan.predicted.bubble:.1%}"
+    if plan.flops_per_gpu is not None:
+        yield f"  {'per GPU':<12} {plan.flops_per_gpu / 1e12:.0f} Tflop/s useful, {plan.utilization:.1%} of the peak"
     yield (
         f"  {'pipeline':<12} {plan.name}, {format_count(plan.microbatches, 'microbatch')} of {chosen.microbatch}; "
         f"{min(plan.partition)} to {max(plan.partition)} layers per stage"
     )
-    blocks = sum(plan.recomputed)
+    blocks, noun = sum(plan.recomputed), _name_layer(plan)
     per_stage = f": {_format_counts(plan.recomputed)}" if blocks else ""
-    yield f"  {'recompute':<12} {blocks} of {plan.job.transformer.layers} blocks{per_stage}" + (
+    yield f"  {'recompute':<12} {blocks} of {plan.job.layers} {noun}s{per_stage}" + (
         ", and the scores of attention" if chosen.selective else ""
     )
-    yield f"  {'sharding':<12} ZeRO-{chosen.sharding} over {chosen.replicas} GPUs, {plan.job.optimizer}"
-    yield f"  {'vocabulary':<12} {'on the first and last stage' if chosen.vocabulary == 'ends' else 'shared among the pipeline ranks'}"
+    optimizer = plan.job.optimizer if plan.job.profile is None else "the optimizer of the profile"
+    yield f"  {'sharding':<12} ZeRO-{chosen.sharding} over {chosen.replicas} GPUs, {optimizer}"
+    if plan.job.profile is None:
+        yield f"  {'vocabulary':<12} {'on the first and last stage' if chosen.vocabulary == 'ends' else 'shared among the pipeline ranks'}"
+    else:
+        yield f"  {'whole layers':<12} tensor and context degrees are 1: a profile has the times of whole layers"
     yield f"  {'bound':<12} {units.time(plan.bound)} for every configuration: at most {plan.seconds / plan.bound - 1:.1%} to gain"
     yield f"  {'proof':<12} {len(plan.proof.rules)} rules hold over {plan.proof.actions} actions and {plan.proof.messages} messages"
+
+
+def _name_layer(plan: JobPlan) -> str:
+    return "block" if plan.job.profile is None else "layer"
 
 
 def _format_counts(counts: tuple[int, ...]) -> str:
@@ -126,7 +136,7 @@ def _write_schedules(plan: JobPlan) -> Iterator[str]:
     if len(trial.schedules) < 2:
         return
     yield "schedules with these degrees"
-    rows: list[tuple[str, ...]] = [("", "schedule", "takes", "bubble", "peak", "recomputed blocks", "")]
+    rows: list[tuple[str, ...]] = [("", "schedule", "takes", "bubble", "peak", f"recomputed {_name_layer(plan)}s", "")]
     for tried in trial.schedules:
         if tried.timed is None:
             lost = (
@@ -142,7 +152,7 @@ def _write_schedules(plan: JobPlan) -> Iterator[str]:
 def _write_memory(plan: JobPlan) -> Iterator[str]:
     """The memory of the GPUs of each pipeline rank, with equal ranks joined."""
     placement, units = plan.schedule.placement, plan.units
-    layers, costs = split_layers(plan.profile, plan.partition), LayerCosts(plan.job, plan.configuration)
+    layers, costs = split_layers(plan.profile, plan.partition), make_costs(plan.job, plan.configuration)
     rows: list[tuple[str, ...]] = []
     for rank, peak in enumerate(plan.predicted.peak_memory):
         own = [layer for stage in placement.stages_of(rank) for layer in layers[stage]]
