@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
-from penstock.errors import CostsError, FileFormatError, PlanError, ScheduleError
+from penstock.errors import CostsError, PlanError, ScheduleError
 from penstock.ir.costs import Costs
-from penstock.ir.formats import json_form
 from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
 from penstock.planner.candidate import Verdict
@@ -23,6 +19,7 @@ from penstock.planner.job.configuration import ENDS, SPREAD, Configuration
 from penstock.planner.job.costs import make_costs
 from penstock.planner.job.job import Job
 from penstock.planner.job.pipelines import SCHEDULES, PipelineTrials, ScheduleTemplates, ScheduleTrial
+from penstock.planner.job.report import SearchSummary, write_report
 from penstock.planner.job.search import ConfigurationSearch, Trial, bound_seconds, list_configurations
 from penstock.planner.named_schedules import list_candidates
 from penstock.planner.profile import Profile
@@ -42,7 +39,10 @@ class JobPlan:
     job: Job
     configuration: Configuration
     pipeline: ScheduleTrial
-    trials: tuple[Trial, ...]
+    trials: tuple[Trial, ...] = field(default=(), repr=False)
+    """Every configuration of the search; a plan that was loaded has none, but the summary of them."""
+    loaded: SearchSummary | None = field(default=None, repr=False)
+    """The summary of the search, if the plan was loaded."""
 
     @property
     def name(self) -> str:
@@ -68,9 +68,13 @@ class JobPlan:
     @property
     def recomputed(self) -> tuple[int, ...]:
         """Recomputed blocks per stage, or layers of a profile."""
+        return tuple(sum(self.recomputed_layers[begin:end]) for begin, end in pairwise([0, *accumulate(self.partition)]))
+
+    @cached_property
+    def recomputed_layers(self) -> tuple[bool, ...]:
+        """For each layer of the model, from its first to its last, whether its forward runs again."""
         first, last = make_costs(self.job, self.configuration).ends
-        flags = [*[False] * first, *self.pipeline.recomputed, *[False] * last]
-        return tuple(sum(flags[begin:end]) for begin, end in pairwise([0, *accumulate(self.partition)]))
+        return (*[False] * first, *self.pipeline.recomputed, *[False] * last)
 
     @property
     def costs(self) -> Costs:
@@ -126,10 +130,15 @@ class JobPlan:
         """Model FLOPs utilization: useful operations per second as a share of the peak; None for a profile."""
         return None if self.flops_per_gpu is None else self.flops_per_gpu / self.job.machines.flops
 
+    @cached_property
+    def search(self) -> SearchSummary:
+        """What the plan was chosen from."""
+        return SearchSummary.of(self) if self.loaded is None else self.loaded
+
     @property
     def bound(self) -> float:
         """Seconds that no configuration of the search beats."""
-        return min(trial.bound for trial in self.trials)
+        return self.search.bound
 
     @property
     def units(self) -> Units:
@@ -137,8 +146,6 @@ class JobPlan:
 
     def report(self) -> str:
         """The plan in words: degrees, memory, and the next best value of every dimension."""
-        from penstock.planner.job.report import write_report
-
         return write_report(self)
 
     def __str__(self) -> str:
@@ -150,39 +157,22 @@ class JobPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain data."""
-        from penstock.planner.job.report import list_alternatives
+        from penstock.planner.job.plan_file import encode
 
-        return {
-            "format": json_form.FORMAT,
-            "version": json_form.VERSION,
-            "type": "job-plan",
-            "job": self.job.to_json(),
-            "configuration": self.configuration.to_json(),
-            "schedule_name": self.name,
-            "microbatches": self.microbatches,
-            "partition": list(self.partition),
-            "recomputed": list(self.recomputed),
-            "seconds": self.seconds,
-            "samples_per_second": self.samples_per_second,
-            "tokens_per_second": self.tokens_per_second,
-            "flops_per_gpu": self.flops_per_gpu,
-            "utilization": self.utilization,
-            "bubble": self.predicted.bubble,
-            "peak_memory": list(self.predicted.peak_memory),
-            "memory_limit": self.job.limit,
-            "bound": self.bound,
-            "alternatives": [alternative.to_json() for alternative in list_alternatives(self)],
-            "schedule": json_form.encode(self.schedule),
-            "costs": self.costs.to_json(),
-        }
+        return encode(self)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a `.json` file."""
-        from penstock.ir.formats.csv_form import write_whole
+        from penstock.planner.job.plan_file import write
 
-        if Path(path).suffix.lower() != ".json":
-            raise FileFormatError(os.fspath(path), f"the suffix {Path(path).suffix!r} is not .json")
-        write_whole(path, json.dumps(self.to_json(), indent=1) + "\n")
+        write(self, path)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> JobPlan:
+        """Read a plan that was saved; it is proved and timed again."""
+        from penstock.planner.job.plan_file import read
+
+        return read(path)
 
 
 def plan_job(
