@@ -1,8 +1,9 @@
-"""Throughput after one to three losses in a mesh of pipelines, simulated, against what is left of the ranks and against dropping replicas.
+"""The step after one to three losses in a mesh of pipelines, simulated, against what is left of the ranks and against dropping replicas.
 
 The lost ranks' microbatches run on their peers (`penstock.take_over`). With f of N ranks lost, (N - f) / N of the throughput would be left
 if the work could be shared evenly by all ranks; but only the ranks with the same stages can take it over, so a pipeline without bubbles
-keeps (D - 1) / D of it at most after one loss among D replicas. Alone: `python benchmarks/run.py losses`; the table of docs/losses.md:
+keeps (D - 1) / D of it at most after one loss among D replicas. The work of the busiest rank is what ReCycle (arXiv 2405.14009) approaches
+if ranks begin their next step without waiting for each other. Alone: `python benchmarks/run.py losses`; the table of docs/losses.md:
 `python -m benchmarks.losses`.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -31,6 +32,8 @@ SETTINGS = {"as before": {"split": False}, "split": {"split": True}, LIMITED: {"
 """Whether backwards are split; one setting has the memory limit that the rank with the most activations needed before the loss."""
 SAMPLES = 12
 """Sets of lost ranks per number of losses in the table; all of them if there are fewer."""
+SMALL = (4, 3, 6)
+"""A mesh whose steps after a loss are compared with a bound, each action taking one unit of time and messages none."""
 MOST = 5.0
 """Seconds that the new schedule of 128 ranks may take."""
 
@@ -59,6 +62,7 @@ def suite(short: bool) -> Iterator[list[Case]]:
             for name in SCHEDULES
             for setting in SETTINGS
         ),
+        Case("bound of one step", _bound_rows),
         Case("time of a new schedule", partial(_speed, shape, 1 if short else 3)),
     ]
 
@@ -102,14 +106,37 @@ def _rows(name: str, mesh: tuple[int, int, int], setting: str, samples: int) -> 
         if not outcomes:
             continue
         most = 1.0 if setting == "split" and count > 1 else None  # after one loss among many replicas, dropping one costs as little
-        case = f"throughput after {count} of {mesh[0] * mesh[1]} ranks, {name}, pp {mesh[0]} x dp {mesh[1]}, {setting}"
+        case = f"step after {count} of {mesh[0] * mesh[1]} ranks, {name}, pp {mesh[0]} x dp {mesh[1]}, {setting}"
         kept = [outcome.kept for outcome in outcomes]
-        note = f"least {min(kept):.3f}; replicas dropped instead: {statistics.mean(outcome.dropped for outcome in outcomes):.3f} on average"
-        rows += [
-            Row(case, kept, [outcome.ideal for outcome in outcomes], "the ranks that are left", unit="of before", note=note),
-            Row(case, kept, [outcome.busiest for outcome in outcomes], "the work of the busiest rank", unit="of before"),
-            Row(case, [outcome.dropped for outcome in outcomes], kept, "dropped replicas over this", limit=most, unit="of before"),
+        dropped = statistics.mean(outcome.dropped for outcome in outcomes)
+        note = f"throughput {statistics.mean(kept):.3f} of before on average, at least {min(kept):.3f}; replicas dropped: {dropped:.3f}"
+        comparisons: list[tuple[str, Callable[[Outcome], float], float | None]] = [
+            ("work shared by all ranks that are left", lambda outcome: outcome.ideal, None),
+            ("the work of the busiest rank", lambda outcome: outcome.busiest, None),
+            ("replicas dropped", lambda outcome: outcome.dropped, most),
         ]
+        for against, read, limit in comparisons:
+            pairs = [(1 / outcome.kept, 1 / read(outcome)) for outcome in outcomes if read(outcome)]
+            if pairs:
+                rows.append(Row(case, *zip(*pairs, strict=True), against, limit=limit, unit="of before", note=note))
+    return rows
+
+
+def _bound_rows() -> list[Row]:
+    """Steps after losses on a small mesh: a rank cannot begin before the first forward reaches it, and then has all its work to do."""
+    ranks, data, microbatches = SMALL
+    costs, rows = ps.Costs(f=1.0, i=1.0, w=1.0, latency=0.0), []
+    for count in (1, 2, 3):
+        steps, bounds, before = [], [], 0.0
+        for lost in draw_losses(SMALL, count, SAMPLES):
+            survivors = ps.Survivors.after(ranks, data, lost)
+            after = ps.take_over(ps.schedule("1f1b", ranks, microbatches), survivors, costs=costs)
+            steps.append(after.timeline.makespan)
+            bounds.append(max(rank + float(busy) for (rank, _), busy in zip(survivors.places, after.timeline.busy, strict=True)))
+            before = after.before.makespan
+        case = f"step after {count} of {ranks * data} ranks, 1f1b, pp {ranks} x dp {data}, {microbatches} microbatches, split"
+        note = f"{min(steps):g} to {max(steps):g} units of time, {before:g} before"
+        rows.append(Row(case, steps, bounds, "the bound of one step", limit=1.1, unit="actions", note=note))
     return rows
 
 

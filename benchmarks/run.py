@@ -36,6 +36,7 @@ SUITES = (
     "planner",
     "batch_orders",
     "published_runs",
+    "vocabulary",
     "uneven",
     "losses",
     "overhead",

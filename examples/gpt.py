@@ -1,6 +1,7 @@
 """A small GPT over bytes, as a list of layers: an embedding, blocks, a head. It learns to write Python from Python's own library.
 
 penstock train examples/gpt.py --ranks 4 --schedule auto
+penstock train examples/gpt.py --ranks 4 --schedule "seq1f1b{slices=4}" -m 2 --check
 penstock profile examples/gpt.py:build -o p.json
 penstock plan --profile p.json --ranks 4 --batch 64
 """
@@ -15,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from penstock.runtime import prefix_of
 
 
 @dataclass(frozen=True)
@@ -31,14 +34,17 @@ class Shape:
 class Embedding(nn.Module):
     """Bytes and their places as vectors."""
 
+    sliceable = True
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.bytes = nn.Embedding(shape.vocabulary, shape.width)
         self.places = nn.Embedding(shape.context, shape.width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[-1], device=tokens.device)
-        return self.bytes(tokens) + self.places(places)
+        length = tokens.shape[-1]
+        start = prefix_of(self).advance(length)  # 0, unless the sequence is cut into slices
+        return self.bytes(tokens) + self.places(torch.arange(start, start + length, device=tokens.device))
 
 
 class Attention(nn.Module):
@@ -54,12 +60,17 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         parts = self.inner(x).view(batch, length, 3, self.heads, width // self.heads)
         queries, keys, values = parts.permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        keys, values = prefix_of(self).extend(keys, values, dim=2)  # behind those of earlier slices, if there are any
+        before = keys.shape[2] - length
+        mask = torch.ones(length, before + length, dtype=torch.bool, device=x.device).tril(before) if before else None
+        seen = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None)
         return self.outer(seen.transpose(1, 2).reshape(batch, length, width))
 
 
 class Block(nn.Module):
     """Attention, then a feed-forward part, each added to what came in."""
+
+    sliceable = True
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -75,6 +86,8 @@ class Block(nn.Module):
 
 class Head(nn.Module):
     """How likely each byte is to come next."""
+
+    sliceable = True
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

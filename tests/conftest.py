@@ -30,7 +30,7 @@ def pytest_configure() -> None:
 
 
 APART = re.compile(
-    r"tests/(compat/(?!torch/test_(names|signatures)\.py)|models/|docs/|studio/)|/test_(bad_input|checkpoint_resume|search|search_orders|advice|differences|memory|shared|hanayo|compiled|main|whole_backward|running_statistics|bounds_exact|budget|boundaries|planted_faults|ends|operators_types|random_models|slices)\.py::"
+    r"tests/(compat/(?!torch/test_(names|signatures)\.py)|models/|docs/|studio/)|/test_(bad_input|checkpoint_resume|search|search_orders|advice|differences|memory|shared|hanayo|compiled|main|whole_backward|running_statistics|bounds_exact|budget|boundaries|planted_faults|ends|operators_types|random_models|slices|moves|offload|published_runs|plan_slices|hugging_face|batch_planner|pipelines|tradeoff|save|against_every_order|named_schedules|html)\.py::"
 )
 """What the quick run leaves out besides: the peers' interfaces (but for names and signatures), whole models, pages, and files that take
 long for what they tell."""
@@ -42,6 +42,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+TOGETHER = re.compile(r"/test_(site|release|launchers)\.py::")
+"""Files whose tests share something that takes seconds to build."""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `-n`, tests on processes run one after the other in one place: they share a pool, and have enough to do by themselves."""
@@ -49,7 +53,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFunction(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "processes" if ON_PROCESSES.search(nodeid) else nodeid.partition("[")[0]
+            if ON_PROCESSES.search(nodeid):
+                return "processes"
+            return nodeid.partition("::" if TOGETHER.search(nodeid) else "[")[0]
 
     return ByFunction(config, log) if config.getoption("dist") in ("load", "loadgroup") else None
 

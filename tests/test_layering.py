@@ -331,6 +331,7 @@ def test_importing_and_using_the_language_loads_nothing_heavy(code: str) -> None
     assert not loaded & HEAVY
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["2.10.1", "2.99.0"])
 def test_a_torch_outside_the_range_is_refused_and_the_rest_works(version: str) -> None:
     """With a pretended version. Planning and simulating go on, because they do not use torch."""

@@ -73,7 +73,7 @@ ROOMS = (
         483,
         920,
         68,
-        inside=(("job", "batches", "profile", "partition", "order_search", "bounds"),),
+        inside=(("job", "batches", "losses", "profile", "partition", "order_search", "bounds"),),
     ),
     Room("passes", "schedule to program, one pass per file", 60, 563, 454, 68, inside=(("deepspeed",),)),
     Room("schedules", "one algorithm per file", 526, 563, 454, 68),

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from penstock.passes.lower import lower as lower
     from penstock.passes.lower import lower_rank as lower_rank
     from penstock.passes.pass_list import PassList as PassList
+    from penstock.passes.vocabulary import Vocabulary as Vocabulary
+    from penstock.passes.vocabulary import spread_vocabulary as spread_vocabulary
     from penstock.planner.batches.batch_planner import BatchOrder as BatchOrder
     from penstock.planner.batches.batch_planner import BatchPlanner as BatchPlanner
     from penstock.planner.batches.packing import Packing as Packing
@@ -80,6 +82,7 @@ _NAMES = {
     "ir.schedule": "Schedule",
     "passes.lower": "lower lower_rank",
     "passes.pass_list": "PassList",
+    "passes.vocabulary": "Vocabulary spread_vocabulary",
     "planner.batches.batch_planner": "BatchOrder BatchPlanner",
     "planner.batches.packing": "Packing pack",
     "planner.job": "Configuration Job JobPlan Machines plan_job predict_job",

@@ -111,7 +111,12 @@ class PipelineError(PenstockError, RuntimeError):
 
 
 class LostRankError(PipelineError):
-    """A rank whose process has ended before its work was done."""
+    """A rank whose process has ended before its work was done, or that the others have given up."""
+
+    def __init__(self, text: str, lost: tuple[int, ...] | None = None) -> None:
+        super().__init__(text)
+        self.lost = lost
+        """The ranks that are gone, if this one can go on without them; empty if only a connection was lost."""
 
 
 class CheckpointError(PenstockError, RuntimeError):

@@ -145,12 +145,16 @@ def check_slices() -> None:
 
 
 def check_memory() -> None:
-    """All forwards first on one rank: what the device holds less is what the ledger says, within three percent."""
-    count, layers = 8, [nn.Sequential(*(module for _ in range(24) for module in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))).to(DEVICE)]
+    """All forwards first on one rank: the device holds as much as the ledger says, within three percent.
+
+    Many narrow layers and many rows, so that gradients, their backups and temporary tensors are small beside what is saved.
+    """
+    count, depth, width, rows = 8, 96, 64, 65536 if GPU else 64
+    layers = [nn.Sequential(*(module for _ in range(depth) for module in (nn.Linear(width, width), nn.Tanh()))).to(DEVICE)]
     row = [f"0F{m}" for m in range(count)] + [f"0B{m}" for m in range(count)]
     schedule = Schedule.from_actions([row], Placement.linear(1))
-    x = torch.randn(count * ROWS, WIDTH, device=DEVICE)
-    size = 24 * ROWS * WIDTH * x.element_size()
+    x = torch.randn(count * rows, width, device=DEVICE)
+    size = depth * rows * width * x.element_size()
     for share in (0, 50, 100):
         program = ps.lower(schedule, offload=share) if share else ps.lower(schedule)
         predicted = (ps.verify(program, costs=ps.Costs(activation=float(size))).peak_memory or (0.0,))[0]
@@ -168,7 +172,7 @@ def check_memory() -> None:
 
         peak = launch(on_rank, 1)[0]
         print(f"   {share}% moved: predicted {predicted / 2**20:.0f} MiB, measured {peak / 2**20:.0f} MiB")
-        assert not GPU or abs(peak / predicted - 1) < 0.05
+        assert not GPU or abs(peak / predicted - 1) < 0.03
 
 
 def main() -> int:

@@ -115,6 +115,8 @@ class NaiveLinks:
     data: Pairs = field(default_factory=set)
     messages: Pairs = field(default_factory=set)
     retired: Pairs = field(default_factory=set)
+    meetings: Pairs = field(default_factory=set)
+    """What each user of a collective waits for: the joins of other ranks."""
     missing: set[tuple[int, str]] = field(default_factory=set)
 
 
@@ -128,6 +130,7 @@ def naive_links(
     for number, part in enumerate(entries):
         if search.inside(part):
             search.needs_of(number, part)
+            search.find_spread(number, part, ranks)
         if part.kind is Kind.WAIT_REDUCE_GRAD and part.stage < graph.stages:
             search.find_reduction(number, part, ranks)
     if lowered:
@@ -177,7 +180,7 @@ class _Search:
         copies = [Action(part.stage, kind, part.microbatch) for kind in (Kind.OFFLOAD, Kind.RELOAD)]
         if part.kind in (Kind.B, Kind.I) and any(self.first(copy) is not None for copy in copies):
             self.note(self.links.local, copies[1], number)
-        for need in needs(part, self.graph):
+        for need in () if part.kind.is_spread else needs(part, self.graph):
             if not crosses(self.placement, part.stage, need.stage, part.microbatch):
                 self.note(self.links.local, need, number)
             elif not self.lowered:
@@ -197,6 +200,35 @@ class _Search:
                 makers += [each for each in together if self.carrier(kind, away, each, part.microbatch) == part.stage != each]
             for stage in makers:
                 self.note(self.links.local, Action(stage, kind, part.microbatch), number)
+
+    def find_spread(self, number: int, part: Action, ranks: list[int]) -> None:
+        """What is needed of a spread embedding or head, by the stage that its actions name."""
+        last = self.graph.stages - 1
+        spread = any(e.kind.is_spread and e.stage == part.stage and self.inside(e) for e in self.entries)
+        if not last or not spread or part.stage not in (0, last):
+            return
+        wanted = {Kind.COMBINE: Kind.S}
+        if part.stage == last:
+            wanted |= {Kind.BROADCAST: Kind.F, Kind.S: Kind.BROADCAST}
+            wanted |= dict.fromkeys((Kind.B, Kind.I, Kind.T), Kind.COMBINE)
+        else:
+            wanted |= {Kind.F: Kind.COMBINE, Kind.BROADCAST: Kind.I, Kind.T: Kind.BROADCAST}
+        if part.kind not in wanted:
+            return
+        assert part.microbatch is not None
+        need = Action(part.stage, wanted[part.kind], part.microbatch)
+        if need.kind in (Kind.F, Kind.I):
+            if self.placement.rank_of(part.stage, part.microbatch) == ranks[number]:
+                self.note(self.links.local, need, number)
+            return
+        found = next((n for n, e in enumerate(self.entries) if e == need and ranks[n] == ranks[number]), None)
+        if found is None:
+            self.links.missing.add((number, str(need)))
+        else:
+            self.links.local.add((found, number))
+        if need.kind.is_join:
+            joins = [n for n, e in enumerate(self.entries) if e == need and ranks[n] != ranks[number]]
+            self.links.meetings |= {(join, number) for join in joins}
 
     def find_reduction(self, number: int, wait: Action, ranks: list[int]) -> None:
         wanted = Action(wait.stage, Kind.REDUCE_GRAD)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from penstock.ir import codes
 from penstock.ir.action import Action, pack_action
 from penstock.ir.graph import StageGraph
-from penstock.ir.kind import COMPUTE, RECEIVES, SEND_WAITS, SENDS, Kind
+from penstock.ir.kind import COMPUTE, RECEIVES, SEND_WAITS, SENDS, SPREAD, Kind
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Rows
 
@@ -28,8 +28,9 @@ waits = st.one_of(
 )
 """Known to PyTorch since 2.15."""
 overlaps = st.lists(compute_actions, min_size=2, max_size=4).map(lambda parts: Action.overlap(*parts))
+spread = st.builds(Action, stages, st.sampled_from(SPREAD), microbatches)
 torch_actions = st.one_of(compute_actions, messages, stage_actions, overlaps)
-actions = st.one_of(torch_actions, waits, peer_messages)
+actions = st.one_of(torch_actions, waits, peer_messages, spread)
 
 
 @st.composite
@@ -66,7 +67,7 @@ def small_actions(draw: st.DrawFn, num_stages: int, num_microbatches: int) -> Ac
 def grouped(draw: st.DrawFn, num_stages: int, num_microbatches: int) -> Action:
     """A small action, or two or three overlapped ones."""
     parts = draw(st.lists(small_actions(num_stages, num_microbatches), min_size=1, max_size=3))
-    computing = [part for part in parts if part.is_compute]
+    computing = [part for part in parts if part.kind in COMPUTE]
     return Action.overlap(*computing) if len(computing) > 1 else parts[0]
 
 

@@ -19,7 +19,7 @@ from ir.strategies import actions, compute_actions
 from penstock.errors import ActionError
 from penstock.ir import codes
 from penstock.ir.action import Action, pack_action, unpack_actions, unpack_row
-from penstock.ir.kind import COMPUTE, COPIES, RECEIVES, SEND_WAITS, SENDS, Kind
+from penstock.ir.kind import COMPUTE, COPIES, JOINS, RECEIVES, SEND_WAITS, SENDS, SPREAD, WORK, Kind
 
 
 @given(actions)
@@ -120,10 +120,12 @@ def test_an_action_cannot_be_changed() -> None:
 
 
 def test_the_kinds_fall_into_classes() -> None:
-    assert {kind for kind in Kind if kind.is_compute} == {*COMPUTE, Kind.OVERLAP_F_B}
+    assert {kind for kind in Kind if kind.is_compute} == {*WORK, Kind.OVERLAP_F_B}
     assert {kind for kind in Kind if kind.is_communication} == {*SENDS, *RECEIVES}
-    assert {kind for kind in Kind if kind.has_microbatch} == {*COMPUTE, *SENDS, *RECEIVES, *SEND_WAITS, *COPIES}
+    assert {kind for kind in Kind if kind.has_microbatch} == {*COMPUTE, *SENDS, *RECEIVES, *SEND_WAITS, *COPIES, *SPREAD}
     assert {kind for kind in Kind if kind.is_copy} == set(COPIES)
+    assert {kind for kind in Kind if kind.is_spread} == set(SPREAD)
+    assert {kind for kind in Kind if kind.is_join} == set(JOINS)
     assert {kind for kind in Kind if kind.is_send_wait} == set(SEND_WAITS)
 
 

@@ -18,7 +18,8 @@ from penstock.errors import CostsError, FileFormatError
 from penstock.ir.costs import CONTENTION, Costs, parse_size
 
 amounts = st.floats(0, 1e12)
-PER_ACTION = ("f", "i", "w", "b", "activation", "weight_stash", "kept", "kept_gradients", "output")
+SPREAD = ("s", "t", "broadcast", "combine", "logits")
+PER_ACTION = ("f", "i", "w", "b", "activation", "weight_stash", "kept", "kept_gradients", "output", *SPREAD)
 PER_STAGE = ("parameters", "shard", "unshard", "reduce", "optimizer")
 ONE_NUMBER = ("overlap", "host_latency", "host_bandwidth")
 LINKS = ("latency", "bandwidth")

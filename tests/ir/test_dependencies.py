@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,8 @@ from penstock.ir.placement import Placement
 
 def as_sets(links: Links, rows: list[list[Action]]) -> NaiveLinks:
     """The library's links in the form of the search."""
-    columns = (links.local, links.data, links.messages, links.retired)
+    ranks = np.repeat(np.arange(len(rows)), [sum(len(action.parts) for action in row) for row in rows])
+    columns = (links.local, links.data, links.messages, links.retired, links.meetings.list_waits(ranks))
     found = NaiveLinks(*({(int(b), int(a)) for b, a in zip(*pairs, strict=True)} for pairs in columns))
     for after, code in zip(*links.missing, strict=True):
         found.missing.add((int(after), name_of(code)))
@@ -97,6 +99,14 @@ def test_a_message_the_wrong_way_is_not_an_end_of_the_edge() -> None:
         ("(1F7;0B5)OVERLAP_F_B", ["0F7", "0F5", "1I5", "3I5"]),
         ("1SEND_F5", []),
         ("1UNSHARD", []),
+        ("3BROADCAST5", ["3F5"]),
+        ("3S5", ["3BROADCAST5"]),
+        ("3COMBINE5", ["3S5"]),
+        ("3T5", ["3COMBINE5"]),
+        ("0S5", []),
+        ("0COMBINE5", ["0S5"]),
+        ("0BROADCAST5", ["0I5"]),
+        ("0T5", ["0BROADCAST5"]),
     ],
 )
 def test_the_rules_in_words(action: str, wanted: list[str]) -> None:

@@ -63,7 +63,7 @@ def build_schedule(problem: Problem, jobs: tuple[Job, ...]) -> ps.Schedule:
 
 
 def draw_case(chance: random.Random) -> Case:
-    """Two to four devices, whole times, links of one latency, of one per pair, or by nodes; a memory limit now and then."""
+    """Two to four devices, whole times, links of one latency and bandwidth or of one per pair; a memory limit now and then."""
     ranks = chance.choice((2, 3, 3, 4))
     layers = [
         ps.Layer(f=chance.randint(1, 4), i=chance.randint(1, 4), w=chance.randint(1, 3), activation=1, output=chance.choice((0.5, 1.0)))

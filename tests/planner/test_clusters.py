@@ -15,7 +15,7 @@ import penstock as ps
 from penstock.errors import CostsError, FileFormatError
 from penstock.planner.partition.assignment import Assignment
 from penstock.planner.problem import Problem
-from planner.small_clusters import draw_case
+from planner.small_clusters import Case, draw_case
 
 LAYER = ps.Layer(f=1, i=1, w=1, activation=1, output=0.2, parameters=1)
 MODEL = ps.Profile([LAYER] * 24)
@@ -37,6 +37,29 @@ def test_plans_of_small_clusters_are_the_best_or_their_gap_is_true(first: int) -
         assert plan.objective <= best * 1.03
         proved += least >= plan.objective * (1 - 1e-9)
     assert proved >= 4
+
+
+NAMED = ("1f1b", "zb-h2")
+
+
+def draw_nodes(chance: random.Random) -> Case:
+    """Three or four devices in two nodes, whose network cards they share, without a memory limit."""
+    case = draw_case(chance)
+    devices = [ps.Device(speed=chance.choice((1.0, 2.0)), node=chance.choice("ab")) for _ in range(chance.choice((3, 4)))]
+    layers = [ps.Layer(f=chance.randint(1, 4), i=chance.randint(1, 4), w=1, output=chance.choice((1.0, 2.0))) for _ in range(5)]
+    cluster = ps.Cluster.from_nodes(devices, latency=chance.choice((0.5, 2.0)), bandwidth=1.0, card=chance.choice(("node", "device")))
+    return replace(case, profile=ps.Profile(layers), cluster=cluster, microbatches=4, limits=None, split=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_no_named_schedule_is_faster_than_the_plan_if_links_are_shared(seed: int) -> None:
+    """The schedules on every order of the devices with every partition, simulated."""
+    case = draw_nodes(random.Random(seed))
+    plan = ps.plan(case.profile, **case.asked, seconds=60, rounds=300, near=0.0)
+    programs = [ps.lower(ps.schedule(name, len(case.cluster), case.microbatches)) for name in NAMED]
+    least = min(problem.objective(ps.simulate(program, problem.costs)) for problem in case.list_problems() for program in programs)
+    assert plan.overall_bound <= plan.objective <= least * (1 + 1e-9)
 
 
 # A large enough cluster -----------------------------------------------------------------------------------------------

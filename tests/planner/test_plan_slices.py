@@ -124,7 +124,7 @@ def test_the_number_of_slices_can_be_given():
 
 
 def test_slices_given_and_orders_searched():
-    """Nothing can be searched with slices alone, and the named schedules remain."""
+    """A search of one round, beside a named schedule."""
     plan = ps.plan(SHORT, ranks=2, microbatches=2, slices=2, schedules=["seq1f1b", "searched"], seconds=0.5, rounds=1)
     assert plan.slices == 2
 

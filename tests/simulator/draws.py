@@ -21,7 +21,13 @@ from penstock.ir.placement import Placement
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
+from penstock.passes.base import Pass
+from penstock.passes.buffers import Buffers
 from penstock.passes.pass_list import PassList
+from penstock.passes.reduce_grad import ReduceGrad
+from penstock.passes.send_receive import SendReceive
+from penstock.passes.shard import Shard
+from penstock.passes.vocabulary import Vocabulary
 from penstock.schedules.registry import algorithm
 
 EVEN = ("dualpipe", "chimera")
@@ -129,6 +135,24 @@ def copied(draw: st.DrawFn) -> tuple[Table, Costs]:
     amounts = eighths if contention == "independent" and shared == 1 else some_eighths
     host = {"host_latency": draw(amounts), "host_bandwidth": draw(st.sampled_from((None, 0.5, 2.0))), "host_link_shared": shared}
     return table, replace(draw(costs(table, amounts, contention)), **host)
+
+
+@st.composite
+def spread(draw: st.DrawFn) -> tuple[Table, Costs]:
+    """A table whose vocabulary is spread over the ranks, and costs for it."""
+    schedule = draw(schedules_of_any_kind.filter(lambda schedule: schedule.stages > 1))
+    head, embedding = draw(st.sampled_from(((True, True), (True, False), (False, True))))
+    passes: list[Pass] = [Vocabulary(head, embedding, draw(st.integers(0, 3)))]
+    if draw(st.booleans()):
+        passes += [Shard()] if draw(st.booleans()) else []
+        passes += [ReduceGrad(), SendReceive(draw(st.sampled_from(("paired", "just-in-time", 2)))), Buffers()]
+    table = PassList.of(passes).apply(schedule)
+    contention = draw(contentions)
+    amounts = eighths if contention == "independent" else some_eighths
+    a_stage = st.lists(amounts, min_size=table.stages, max_size=table.stages)
+    a_unit = st.lists(st.lists(amounts, min_size=table.units, max_size=table.units), min_size=table.stages, max_size=table.stages)
+    further = {name: draw(st.one_of(amounts, a_stage, a_unit)) for name in ("s", "t", "broadcast", "combine", "logits")}
+    return table, replace(draw(costs(table, amounts, contention)), **further)
 
 
 schedules_of_any_kind = st.one_of(zoo(), orders())

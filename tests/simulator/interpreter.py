@@ -153,6 +153,11 @@ class _Run:
         self.sent: dict[Channel, list[Edge]] = defaultdict(list)
         self.host: dict[tuple[Kind, int], float] = {}
         """When each direction of a link to the host is free."""
+        self.joined: dict[Action, dict[int, int]] = defaultdict(dict)
+        """The ranks that have joined each collective of all ranks, each with the place in its row."""
+        self.met: dict[Action, float] = {}
+        """When each of these collectives ends, once all have joined."""
+        self.communicator = 0.0
         count = len(self.ranks)
         self.out = Outcome(
             start=[[-1.0] * len(rank.row) for rank in self.ranks],
@@ -213,6 +218,8 @@ class _Run:
             edge = self._edge(action)
             self.posted.add(edge)
             self._hold(rank, self._now_at(rank, 1), "receive buffers", self._size(edge))
+        elif action.kind in (Kind.BROADCAST, Kind.COMBINE):
+            self._join(rank, action)
         elif action.kind is Kind.RESHARD:
             self._hold(rank, self._now_at(rank, 1), "parameters", -self._cost("parameters", action.stage))
         else:
@@ -272,7 +279,9 @@ class _Run:
 
     def _try_compute(self, rank: int, action: Action) -> bool:
         state = self.ranks[rank]
-        ready = all(self._has_inputs(rank, part) and self.now >= state.whole.get(part.stage, 0.0) for part in action.parts)
+        ready = all(
+            self._has_met(part) and self._has_inputs(rank, part) and self.now >= state.whole.get(part.stage, 0.0) for part in action.parts
+        )
         backs = (state.back.get(self._unit(part), 0.0) for part in action.parts if part.kind in (Kind.B, Kind.I))
         if not ready or any(self.now < back for back in backs):
             return False
@@ -292,12 +301,16 @@ class _Run:
         for part in action.parts:
             if part.kind is Kind.F and self.table.training:
                 self._hold(rank, self._now_at(rank, 0), "activations", self._cost("activation", part.stage, part.microbatch))
+            if part.kind is Kind.S:
+                self._hold(rank, self._now_at(rank, 0), "activations", self._cost("logits", part.stage, part.microbatch))
+                embedding = self._cost("output", 0, part.microbatch) if part.stage == 0 else 0.0
+                self._hold(rank, self._now_at(rank, 0), "receive buffers", embedding)
         self._at(self.now + duration, rank, lambda: self._computed(rank, action))
         return True
 
     def _has_inputs(self, rank: int, part: Action) -> bool:
         microbatch = part.microbatch or 0
-        own = {Kind.F: "", Kind.W: "down"}.get(part.kind, "up")
+        own = {Kind.F: "", Kind.W: "down", Kind.S: "", Kind.T: ""}.get(part.kind, "up")
         if own and (own, part.stage, microbatch) not in self.made:
             return False
         slices = self.table.slices
@@ -357,6 +370,9 @@ class _Run:
     def _computed(self, rank: int, action: Action) -> None:
         for part in action.parts:
             microbatch = part.microbatch or 0
+            if part.kind in (Kind.S, Kind.T):
+                self._let_go_share(rank, part)
+                continue
             self.made.add(({Kind.F: "up", Kind.W: "weights"}.get(part.kind, "down"), part.stage, microbatch))
             self._let_go(rank, part)
             if self.table.lowered:
@@ -368,6 +384,44 @@ class _Run:
                     self._put(carrier, rank, target, part.stage)
         self.ranks[rank].running = False
         self.ranks[rank].at += 1
+
+    # A spread vocabulary ----------------------------------------------------------------------------------------------
+
+    def _join(self, rank: int, action: Action) -> None:
+        """Join a collective of all ranks; the last to join starts it, once the one before it is through."""
+        if action.kind is Kind.BROADCAST:
+            self._hold(rank, self._now_at(rank, 0), "receive buffers", self._cost("output", action.stage, action.microbatch))
+        joined = self.joined[action]
+        joined[rank] = self.ranks[rank].at
+        if len(joined) < len(self.ranks):
+            return
+        start = max(self.now, self.communicator)
+        self.communicator = end = start + self._cost(action.kind.name.lower(), action.stage, action.microbatch)
+        self.met[action] = end
+        for other, at in joined.items():
+            self.out.collectives[other][at] = start, end
+            if action.kind is Kind.COMBINE:
+                embedding = self._cost("output", 0, action.microbatch) if action.stage == 0 else 0.0
+                self._hold(other, (end, (at, 1)), "receive buffers", -embedding)
+        self._at(end, -1, lambda: None)
+
+    def _has_met(self, part: Action) -> bool:
+        """Whether the collective that a part needs is through, if it needs one."""
+        last = self.table.stages - 1
+        spread = {action.stage for row in self.table for action in row if action.kind is Kind.S}
+        if part.stage not in spread:
+            return True
+        before = {Kind.S: Kind.BROADCAST, Kind.T: Kind.COMBINE, Kind.B: Kind.COMBINE, Kind.I: Kind.COMBINE} if part.stage == last else {}
+        before = {Kind.F: Kind.COMBINE, Kind.T: Kind.BROADCAST} if part.stage == 0 else before
+        if part.kind not in before:
+            return True
+        return self.now >= self.met.get(Action(part.stage, before[part.kind], part.microbatch), float("inf"))
+
+    def _let_go_share(self, rank: int, part: Action) -> None:
+        if part.kind is (Kind.T if self.table.training else Kind.S):
+            brought = self._cost("output", part.stage, part.microbatch) if self.table.training or part.stage else 0.0
+            self._hold(rank, self._now_at(rank, 1), "activations", -self._cost("logits", part.stage, part.microbatch))
+            self._hold(rank, self._now_at(rank, 1), "receive buffers", -brought)
 
     # Memory -----------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import penstock as ps
 from penstock.errors import ScheduleError
 from penstock.ir.action import Action
 from penstock.ir.costs import Costs
-from penstock.ir.kind import Kind
+from penstock.ir.kind import JOINS, SHARES, Kind
 from penstock.ir.table import Table
 from penstock.simulator.timeline import Timeline
 
@@ -32,18 +32,21 @@ def result(part: Action) -> tuple[str, int, int, int]:
 
 def made(timeline: Timeline) -> dict[tuple[str, int, int, int], tuple[float, int]]:
     """When each result is there, and on which rank."""
-    return {result(part): (span.end, rank) for rank in range(timeline.ranks) for span in timeline.spans(rank) for part in span.action.parts}
+    parts = ((part, span.end, rank) for rank in range(timeline.ranks) for span in timeline.spans(rank) for part in span.action.parts)
+    return {result(part): (end, rank) for part, end, rank in parts if part.kind not in SHARES}
 
 
 def lanes(timeline: Timeline) -> dict[object, list[Interval]]:
-    """What occupies each rank's compute lane and collective lane, and each link."""
+    """What occupies each rank's compute lane, lane of its own collectives and lane of those of all ranks, and each link."""
     found: dict[object, list[Interval]] = defaultdict(list)
     bounds = timeline.table.rows.group_offsets.tolist()
     for rank in range(timeline.ranks):
         found["compute", rank] = [(span.start, span.end) for span in timeline.spans(rank)]
         own = slice(bounds[rank], bounds[rank + 1])
         collectives = zip(timeline.collective_start[own].tolist(), timeline.collective_end[own].tolist(), strict=True)
-        found["collective", rank] = [pair for pair in collectives if pair[0] >= 0]
+        for action, pair in zip(timeline.table[rank], collectives, strict=True):
+            if pair[0] >= 0:
+                found["joint" if action.kind in JOINS else "collective", rank].append(pair)
     for t in timeline.transfers():
         links: dict[str, list[object]] = {
             "independent": [(t.source, t.target, t.kind)],

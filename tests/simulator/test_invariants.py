@@ -8,21 +8,23 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.ir.costs import Costs
 from penstock.ir.dependencies import needs
-from penstock.ir.kind import SEND_WAITS, Kind
+from penstock.ir.kind import SEND_WAITS, SHARES, Kind
 from penstock.ir.table import Table
 from penstock.simulator.gaps import CAUSES
 from penstock.simulator.timeline import Timeline
 from penstock.verifier.rules.memory import peak_memory
-from simulator.draws import programs, tables, timed
+from simulator.draws import programs, spread, tables, timed
 from simulator.runs import Interval, lanes, made, result, run
 
 pytestmark = pytest.mark.slow
 
 Case = tuple[Table, Costs]
+cases = st.one_of(timed(), spread())
 
 
 @given(timed())
@@ -38,7 +40,7 @@ def test_nothing_starts_before_what_it_needs_is_there(case: Case) -> None:
                 assert span.start >= end + (home != rank) * latency
 
 
-@given(timed())
+@given(cases)
 def test_every_action_takes_its_time(case: Case) -> None:
     table, costs = case
     timeline = run(case)
@@ -53,13 +55,13 @@ def test_every_action_takes_its_time(case: Case) -> None:
         assert transfer.end - transfer.start == latency + (0 if bandwidth is None else transfer.size / bandwidth)
 
 
-@given(timed())
+@given(cases)
 def test_no_lane_overlaps_itself(case: Case) -> None:
     for lane in lanes(run(case)).values():
         assert all(one[1] <= other[0] for one, other in pairwise(sorted(lane)))
 
 
-@given(timed())
+@given(cases)
 def test_the_critical_path_is_the_makespan(case: Case) -> None:
     timeline = run(case)
     path = timeline.critical_path
@@ -76,13 +78,13 @@ def pieces(timeline: Timeline) -> set[tuple[str, int, float, float]]:
     for rank in range(timeline.ranks):
         occupied = lanes(timeline)
         found |= {("action", rank, *pair) for pair in occupied["compute", rank]}
-        found |= {("collective", rank, *pair) for pair in occupied["collective", rank]}
+        found |= {("collective", rank, *pair) for pair in (*occupied["collective", rank], *occupied["joint", rank])}
         end = float(timeline.finished[rank])
         found.add(("optimizer", rank, end - float(timeline.optimizer[rank]), end))
     return found
 
 
-@given(timed())
+@given(cases)
 def test_gaps_and_work_fill_the_makespan(case: Case) -> None:
     timeline = run(case)
     for rank in range(timeline.ranks):
@@ -100,18 +102,23 @@ def test_gaps_and_work_fill_the_makespan(case: Case) -> None:
     assert sum(timeline.idle_by_cause.values()) == timeline.ranks * timeline.makespan - timeline.busy.sum()
 
 
-@given(timed())
+@given(cases)
 def test_each_gap_ends_when_its_cause_does(case: Case) -> None:
     timeline = run(case)
     there = made(timeline)
     arrivals = {(t.target, t.end) for t in timeline.transfers()}
-    gathered = {(rank, end) for rank in range(timeline.ranks) for _, end in lanes(timeline)["collective", rank]}
+    occupied = lanes(timeline)
+    gathered = {(rank, end) for rank in range(timeline.ranks) for kind in ("collective", "joint") for _, end in occupied[kind, rank]}
     for rank in range(timeline.ranks):
         for gap in timeline.gaps(rank):
             if gap.cause == "waiting":
                 assert gap.action is not None
-                assert (gap.end, gap.rank) == there[result(gap.action)]
+                assert gap.rank is not None
                 assert gap.rank != rank
+                if gap.action.kind in (*SHARES, Kind.OVERLAP_F_B):
+                    assert gap.end in [span.end for span in timeline.spans(gap.rank) if span.action == gap.action]
+                else:
+                    assert (gap.end, gap.rank) == there[result(gap.action)]
             if gap.cause == "communication":
                 assert (rank, gap.end) in (arrivals if gap.rank != rank else gathered)
             if gap.cause == "memory":
@@ -121,7 +128,7 @@ def test_each_gap_ends_when_its_cause_does(case: Case) -> None:
                 assert gap.end == timeline.start[low + timeline.table[gap.rank].index(gap.action)]
 
 
-@given(timed())
+@given(cases)
 def test_memory_is_never_negative_and_ends_at_zero(case: Case) -> None:
     timeline = run(case)
     for rank in range(timeline.ranks):

@@ -99,7 +99,8 @@ def test_a_table_that_is_wrong_everywhere_is_bounded() -> None:
 
 
 def test_the_certificate_of_a_program() -> None:
-    table = WaitSend(outstanding=8).apply(ps.lower(ps.schedule("zbv", 4, 8), fsdp=True, offload=50))
+    schedule = ps.spread_vocabulary(ps.schedule("zbv", 4, 8), vocabulary=ps.Vocabulary(ahead=0))
+    table = WaitSend(outstanding=8).apply(ps.lower(schedule, fsdp=True, offload=50))
     table = Buffers().apply(table)
     proof = verify(table, memory_limit=8, host_memory_limit=8, costs=ps.Costs(), max_outstanding_sends=8)
     assert list(proof.rules) == [rule.name for rule in RULES]

@@ -45,7 +45,8 @@ class JobOptions:
     vocabulary: Annotated[
         str | None,
         text_option(
-            "Where embedding and head go: ends (the first and last stage) or spread (all pipeline ranks).  [default: the better one]",
+            "Where embedding and head may go: ends (the first and last stage) or spread (all pipeline ranks).  [default: either "
+            "with --gpus, else ends]",
             "WHERE",
             "--vocabulary",
         ),
@@ -77,6 +78,15 @@ class JobOptions:
         parts = (self.shares or "").replace(",", " ").split()
         values |= {f"{name}_share": share for name, share in read_assignments("--shares", parts, '"matmul=0.76 link=0.8"').items()}
         return Machines.from_fields(values) if self.gpu is None else Machines.of(self.gpu, **values)
+
+    @property
+    def may_spread(self) -> bool:
+        """Whether the plan of one pipeline may spread embedding and head over its ranks."""
+        words = [] if self.vocabulary is None else [word.strip() for word in self.vocabulary.split(",")]
+        wrong = [word for word in words if word not in ("ends", "spread")]
+        if wrong:
+            raise UsageError(f"--vocabulary: {wrong[0]!r} is not ends or spread")
+        return "spread" in words
 
     @property
     def choices(self) -> dict[str, Any]:

@@ -176,8 +176,8 @@ _FILES = (".toml", ".json")
 # The costs that grow with a stage: its work and its memory. The size of messages does not depend on the partition.
 _HELD = ("activation", "weight_stash", "kept", "kept_gradients")
 _PER_STAGE = ("f", "i", "w", "b", *_HELD, "parameters", "shard", "unshard", "reduce", "optimizer")
-_MEMORY_IN_BYTES = re.compile(r"\b(?:activation|weight_stash|kept|kept_gradients|parameters|shard)\s*=[\s\[]*[\d.]+\s*[KMGTP]?i?B\b")
-_PER_SLICE = ("f", "i", "w", "b", *_HELD, "output")
+_MEMORY_IN_BYTES = re.compile(r"\b(?:activation|weight_stash|kept|kept_gradients|logits|parameters|shard)\s*=[\s\[]*[\d.]+\s*[KMGTP]?i?B\b")
+_PER_SLICE = ("f", "i", "w", "b", *_HELD, "output", "s", "t", "broadcast", "combine", "logits")
 
 
 class Per(StrEnum):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.ir.kind import COMPUTE, COPIES, Kind
+from penstock.ir.kind import COPIES, JOINS, WORK, Kind
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Floats, Ints
 from penstock.ir.table import Table
@@ -51,7 +51,7 @@ class Boxes:
 def compute_boxes(timeline: Timeline) -> Boxes:
     """Give one box per compute action, and one per part of an overlapped action."""
     rows, placement = timeline.table.rows, timeline.table.placement
-    entry = np.flatnonzero(rows.is_kind(*COMPUTE))
+    entry = np.flatnonzero(rows.is_kind(*WORK))
     node, stage, microbatch = rows.group[entry], rows.stage[entry], rows.microbatch[entry]
     first = rows.group_starts[entry]
     return Boxes(
@@ -69,8 +69,8 @@ def compute_boxes(timeline: Timeline) -> Boxes:
 
 
 def list_collective_boxes(timeline: Timeline) -> Boxes:
-    """Give one box per all-gather of parameters and reduction of gradients that takes time."""
-    return _list_side_boxes(timeline, Kind.UNSHARD, Kind.REDUCE_GRAD)
+    """Give one box per all-gather of parameters, reduction of gradients and rank's part in a collective of all ranks that takes time."""
+    return _list_side_boxes(timeline, Kind.UNSHARD, Kind.REDUCE_GRAD, *JOINS)
 
 
 def copy_boxes(timeline: Timeline) -> Boxes:
@@ -88,6 +88,13 @@ def _list_side_boxes(timeline: Timeline, *kinds: Kind) -> Boxes:
     entry, none = entry[real], np.zeros(int(real.sum()), dtype=np.int64)
     columns = rows.rank[entry], start[real], end[real], rows.kind[entry], rows.stage[entry]
     return Boxes(*columns, chunk=none, microbatch=rows.microbatch[entry], part=none, parts=none + 1, slices=rows.slices)
+
+
+def list_classes(kinds: Ints) -> Ints:
+    """Give the place of each kind of computation in `WORK`."""
+    places = np.zeros(max(WORK) + 1, dtype=np.int64)
+    places[list(WORK)] = range(len(WORK))
+    return np.asarray(places[kinds], dtype=np.int64)
 
 
 def list_optimizer_boxes(timeline: Timeline) -> tuple[Ints, Floats, Floats]:

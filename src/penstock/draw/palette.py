@@ -1,8 +1,9 @@
 """One colour for each kind of action, the same in every picture, and text in these colours.
 
 The fills are the colours of Okabe and Ito, which colour-blind readers can tell apart, with a grey in place of
-their black and a wine red for copies to the host. Chunks are shades of them: forward and full backward only become darker, the two
-halves of a split backward only lighter, because readers who see two of their hues as one tell them apart by lightness alone.
+their black, a wine red for copies to the host, and a violet, a light green and a brown for a spread vocabulary. Chunks are shades of
+them: forward and full backward only become darker, the two halves of a split backward only lighter, because readers
+who see two of their hues as one tell them apart by lightness alone.
 The ink on each fill is black or white, whichever reads better. `web/src/draw/colours.ts` has the same colours.
 """
 
@@ -39,6 +40,9 @@ SEND = Tone("SEND", "send, and wait for a send", "#56b4e9", "#000000", "cyan")
 RECEIVE = Tone("RECV", "receive", "#bbbbbb", "#000000", "white")
 SHARDING = Tone("SHARD/REDUCE", "parameters gathered or freed, gradients reduced", "#f0e442", "#000000", "bright_black")
 HOST = Tone("OFFLOAD/RELOAD", "activations moved to host memory and back", "#882255", "#ffffff", "bright_magenta")
+SHARE = Tone("S", "share of the vocabulary: logits or embeddings", "#8844ee", "#ffffff", "bright_blue")
+SHARE_GRADIENT = Tone("T", "weight gradients of the share", "#bbffaa", "#000000", "bright_green")
+MEETING = Tone("BROADCAST/COMBINE", "collectives of all ranks", "#663311", "#ffffff", "bright_yellow")
 OPTIMIZER = Tone("step", "optimizer's step", "#444444", "#ffffff", "black")
 
 TONES = {
@@ -59,6 +63,10 @@ TONES = {
     Kind.WAIT_REDUCE_GRAD: SHARDING,
     Kind.OFFLOAD: HOST,
     Kind.RELOAD: HOST,
+    Kind.S: SHARE,
+    Kind.T: SHARE_GRADIENT,
+    Kind.BROADCAST: MEETING,
+    Kind.COMBINE: MEETING,
 }
 BASIC_INK = {tone.basic: tone.ink for tone in (*TONES.values(), OPTIMIZER)}
 """The ink on each basic colour, which a shade does not change."""

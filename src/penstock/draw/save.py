@@ -176,11 +176,12 @@ class _TraceEvents:
             yield self._make_slice(rank, self._compute(rank), "optimizer", (start, end))
 
     def collectives(self) -> Iterator[TraceEvent]:
-        """All-gathers of parameters and reductions of gradients."""
+        """All-gathers of parameters, reductions of gradients, and collectives of all ranks."""
         boxes = list_collective_boxes(self.timeline)
         columns = (boxes.rank, boxes.kind, boxes.stage, boxes.start, boxes.end)
-        for rank, kind, stage, start, end in zip(*(column.tolist() for column in columns), strict=True):
-            yield self._make_slice(rank, self._collective(rank), f"{stage}{Kind(kind).name}", (start, end), stage=stage)
+        for box, (rank, kind, stage, start, end) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+            of = boxes.name_unit(box) if Kind(kind).has_microbatch else ""
+            yield self._make_slice(rank, self._collective(rank), f"{stage}{Kind(kind).name}{of}", (start, end), stage=stage)
 
     def copies(self) -> Iterator[TraceEvent]:
         """Copies of activations to host memory and back."""

@@ -9,12 +9,12 @@ from itertools import count, groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.draw.boxes import compute_boxes, find_most_held, list_optimizer_boxes, main_class, shares
+from penstock.draw.boxes import compute_boxes, find_most_held, list_classes, list_optimizer_boxes, main_class, shares
 from penstock.draw.palette import GAP, OPTIMIZER, OVERLAP, TONES, Line, Piece, Tone, legend_lines, shade
 from penstock.draw.summary import format_memory, format_time, list_summary_rows, memory_unit, shape_of, title_of, unit_of
 from penstock.ir.action import Action
 from penstock.ir.grid import Grid
-from penstock.ir.kind import COMPUTE
+from penstock.ir.kind import WORK
 from penstock.ir.rows import Flags, Ints
 from penstock.simulator.timeline import Timeline
 from penstock.text.table import format_table
@@ -71,10 +71,10 @@ MOST_RANKS = 64
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.:-=+*#"
 IDLE = "."
-# The classes of a cell: the compute kinds by their numbers, several that run together, the optimizer's step.
-LETTERS = "FBIW&S"
-CLASS_TONES = (*(TONES[kind] for kind in COMPUTE), OVERLAP, OPTIMIZER)
-_TOGETHER, _STEP = 4, 5
+# The classes of a cell: the kinds of computation in the order of `WORK`, several that run together, the optimizer's step.
+LETTERS = "FBIWst&S"
+CLASS_TONES = (*(TONES[kind] for kind in WORK), OVERLAP, OPTIMIZER)
+_TOGETHER, _STEP = len(WORK), len(WORK) + 1
 
 
 def timeline_lines(timeline: Timeline, *, width: int | None = None, bars: str = BARS, unit: str | None = None) -> Iterator[Line]:
@@ -122,6 +122,7 @@ class TimelineCells:
         self.columns, self.chunks, self.ranks = columns, timeline.table.chunks, timeline.ranks
         self.edges = np.linspace(0.0, timeline.makespan, columns + 1)
         self._parts = compute_boxes(timeline)
+        self._classes = list_classes(self._parts.kind)
         self._heads = np.flatnonzero(self._parts.part == 0)
         rank, start, end = list_optimizer_boxes(timeline)
         of_step = np.zeros(len(rank), dtype=np.int64)
@@ -129,7 +130,7 @@ class TimelineCells:
         self.rank = np.concatenate((self._parts.rank[self._heads], rank))
         self.start = np.concatenate((self._parts.start[self._heads], start))
         self.end = np.concatenate((self._parts.end[self._heads], end))
-        self.label = np.concatenate((np.where(together, _TOGETHER, self._parts.kind[self._heads]), of_step + _STEP))
+        self.label = np.concatenate((np.where(together, _TOGETHER, self._classes[self._heads]), of_step + _STEP))
         self.chunk = np.concatenate((np.where(together, 0, self._parts.chunk[self._heads]), of_step))
 
     @property
@@ -193,7 +194,7 @@ class TimelineCells:
             return LETTERS[_STEP]
         head = int(self._heads[box])
         parts = range(head, head + int(self._parts.parts[head]))
-        return "&".join(f"{LETTERS[int(self._parts.kind[part])]}{self._parts.name_unit(part)}" for part in parts)
+        return "&".join(f"{LETTERS[int(self._classes[part])]}{self._parts.name_unit(part)}" for part in parts)
 
     def _choose_tone(self, label: int, chunk: int) -> Tone:
         return shade(CLASS_TONES[label], chunk, self.chunks) if label < _TOGETHER else CLASS_TONES[label]

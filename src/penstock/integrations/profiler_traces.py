@@ -27,7 +27,7 @@ import numpy as np
 from penstock.errors import ActionError, FileFormatError, PenstockError
 from penstock.ir.action import Action
 from penstock.ir.formats.reading import check_fields, parse_json
-from penstock.ir.kind import COMPUTE, Kind
+from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
@@ -262,7 +262,7 @@ def _read_action(name: str) -> tuple[Action, bool] | None:
             action = Action.parse(match["action"])
         except ActionError:
             return None
-        return (action, False) if action.kind in COMPUTE or action.kind is Kind.OVERLAP_F_B else None
+        return (action, False) if action.is_compute else None
     match = _NUMBERED.fullmatch(name)
     if match is None:
         return None

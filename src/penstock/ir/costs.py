@@ -43,12 +43,15 @@ PerAction = float | tuple[float | tuple[float, ...], ...]
 
 CONTENTION = ("independent", "pair", "duplex", "rank", "links")
 
-_TIMES = ("f", "i", "w", "b", "latency", "unshard", "reduce", "optimizer", "host_latency")
+_TIMES = ("f", "i", "w", "b", "s", "t", "broadcast", "combine", "latency", "unshard", "reduce", "optimizer", "host_latency")
 _ONE_NUMBER = ("overlap", "host_latency", "host_bandwidth", "host_link_shared")
 _LINKS = ("latency", "bandwidth", "lanes")
 """Tables with one value per pair of ranks."""
 _OPTIONAL = ("b", "host_bandwidth")
-_PER_ACTION = ("f", "i", "w", "b", "activation", "weight_stash", "kept", "kept_gradients", "output")
+_PER_ACTION = (
+    *("f", "i", "w", "b", "s", "t", "broadcast", "combine"),
+    *("activation", "weight_stash", "kept", "kept_gradients", "logits", "output"),
+)
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,18 @@ class Costs:
     lanes: Lanes | None = None
     """With contention `links`: for each sending rank and each receiving rank, the numbers of the out lane and the in lane that a message
     occupies. Messages with a lane in common go one after the other."""
+    s: PerAction = 0.0
+    """Each rank's share of a spread embedding (the value of stage 0) or head (that of the last stage): embeddings, or logits, their softmax
+    and the gradient of the head's input. Other stages have none."""
+    t: PerAction = 0.0
+    """The gradients of the weights of that share."""
+    broadcast: PerAction = 0.0
+    """Time of a BROADCAST: the head's input to all ranks, or the gradient of the embedding's output. One collective runs at a time."""
+    combine: PerAction = 0.0
+    """Time of a COMBINE: what the shares have made, put together."""
+    logits: PerAction = 0.0
+    """Held on each rank from a microbatch's S to its T: the logits of its share, and its part of the gradient of the head's input. What a
+    BROADCAST brings, of the size of the stage's `output`, is counted apart."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -215,7 +230,7 @@ class Costs:
         return [name for name, value in tables.items() if isinstance(value, tuple) and any(isinstance(row, tuple) for row in value)]
 
     def travel(self, sizes: Any, source: Any, target: Any) -> NDArray[np.float64]:
-        """Times of messages of these sizes from ranks to other ranks.
+        """Times of messages of these sizes from ranks to other ranks; one rank or size stands for all.
 
         >>> Costs(latency=[[0, 1], [2, 0]], bandwidth=4.0).travel(2.0, [0, 1], [1, 0]).tolist()
         [1.5, 2.5]
@@ -223,7 +238,8 @@ class Costs:
         import numpy as np
 
         latency, bandwidth = (table[source, target] if table.ndim else table for table in self._rates)
-        times: NDArray[np.float64] = latency + np.broadcast_to(np.asarray(sizes, dtype=np.float64), np.shape(source)) / bandwidth
+        sent = np.asarray(sizes, dtype=np.float64)
+        times: NDArray[np.float64] = latency + np.broadcast_to(sent, np.broadcast_shapes(sent.shape, np.shape(source))) / bandwidth
         return times
 
     def with_slowest_link(self) -> Costs:
@@ -267,6 +283,7 @@ class Costs:
         kinds = set(table.rows.kind.tolist())
         full = {Kind.B} if self.b is None else set()  # without a time of its own a full backward takes that of its halves
         users = {"f": {Kind.F}, "i": {Kind.I} | full, "w": {Kind.W} | full, "b": {Kind.B}}
+        users |= {"s": {Kind.S}, "t": {Kind.T}, "broadcast": {Kind.BROADCAST}, "combine": {Kind.COMBINE}}
         defaults = Costs()
         return [name for name, of in users.items() if getattr(self, name) != getattr(defaults, name) and not kinds & of]
 

@@ -9,6 +9,11 @@
   copy that an `OFFLOAD` starts runs beside the next compute action of its rank; the first `F` behind that waits for its end, so that it
   can take the memory, or the `RELOAD` does if that comes first.
 - `WAIT_SEND` needs its send, and waits until the receive has taken the message; `WAIT_REDUCE_GRAD` needs its `REDUCE_GRAD`.
+- A spread vocabulary has no stage of its own: every rank has a share of the head, whose actions name the last stage, or of the embedding,
+  whose actions name stage 0, or of both. `BROADCAST` and `COMBINE` are collectives that every rank joins. Of the head, `BROADCAST` needs
+  the `F` of the last stage on the rank of that stage, `S` its `BROADCAST`, `COMBINE` its `S`, and `T` and the last stage's `B` or `I` the
+  `COMBINE`. Of the embedding, `COMBINE` needs its `S`, the `F` of stage 0 the `COMBINE`, `BROADCAST` the `B` or `I` of stage 0 on the rank
+  of that stage, and `T` the `BROADCAST`. What needs a collective waits until every rank has joined it; a rank that joins does not wait.
 
 In a schedule these hold between compute actions. In a program the output of another rank comes as a message: the consumer
 needs its receive, which its own rank ran before, and the send, which it waits for; a send needs the action that computes its data.
@@ -30,7 +35,7 @@ import numpy as np
 from penstock.ir import codes
 from penstock.ir.action import Action
 from penstock.ir.graph import StageGraph
-from penstock.ir.kind import COMPUTE, SEND_WAITS, SENDS, Kind
+from penstock.ir.kind import COMPUTE, JOINS, SEND_WAITS, SENDS, SPREAD, Kind
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Flags, Ints, Rows, find_first
 
@@ -41,13 +46,34 @@ _STEP[[Kind.SEND_F, Kind.RECV_B, Kind.WAIT_SEND_F]] = 1
 """By kind, the step in a chain from the stage of a message's end to that of its other end."""
 
 
+_HEAD = (
+    ((Kind.BROADCAST,), Kind.F),
+    ((Kind.S,), Kind.BROADCAST),
+    ((Kind.COMBINE,), Kind.S),
+    ((Kind.B, Kind.I), Kind.COMBINE),
+    ((Kind.T,), Kind.COMBINE),
+)
+_EMBEDDING = (
+    ((Kind.COMBINE,), Kind.S),
+    ((Kind.F,), Kind.COMBINE),
+    ((Kind.BROADCAST,), Kind.I),
+    ((Kind.T,), Kind.BROADCAST),
+)
+"""The rules of a spread head and a spread embedding: the kinds that need something, and the kind that they need."""
+
+
 def needs(action: Action, graph: StageGraph, slices: int = 1) -> tuple[Action, ...]:
-    """List what one compute action or copy needs, with `I` standing for whichever backward makes the input gradient.
+    """List what one compute action, copy or collective needs, with `I` standing for whichever backward makes the input gradient.
+
+    Whether embedding and head are spread is not known here: the F of stage 0 and the backward of the last stage need a COMBINE besides
+    if they are, and a BROADCAST needs its F or I on the rank of its stage only.
 
     >>> needs(Action.parse("1I0"), StageGraph.chain(3))
     (Action('1F0'), Action('2I0'))
     >>> needs(Action.parse("1I0.2"), StageGraph.chain(3), slices=4)
     (Action('1F0.2'), Action('2I0.2'), Action('1I0.3'))
+    >>> needs(Action.parse("2S0"), StageGraph.chain(3)), needs(Action.parse("0S0"), StageGraph.chain(3))
+    ((Action('2BROADCAST0'),), ())
     """
     needed: list[Action] = []
     for part in action.parts:
@@ -62,6 +88,9 @@ def needs(action: Action, graph: StageGraph, slices: int = 1) -> tuple[Action, .
             needed.append(replace(part, kind=Kind.I))
         elif part.kind.is_copy:
             needed.append(replace(part, kind=Kind.F if part.kind is Kind.OFFLOAD else Kind.OFFLOAD))
+        elif part.kind.is_spread:
+            rules = _EMBEDDING if part.stage == 0 else _HEAD
+            needed += [replace(part, kind=maker) for kinds, maker in rules if part.kind in kinds]
     return tuple(needed)
 
 
@@ -94,6 +123,30 @@ class Deliveries(NamedTuple):
     """The stage that the message is for; for an output with several readers on the rank, the farthest."""
 
 
+class Meetings(NamedTuple):
+    """The collectives that every rank joins, numbered by `code`, which is the same on all ranks."""
+
+    code: Ints
+    join: Ints
+    """The entries that join a collective, and the number of each one's collective."""
+    joined: Ints
+    user: Ints
+    """The entries that wait for a collective, and the number of each one's collective."""
+    used: Ints
+
+    def list_waits(self, rank: Ints) -> Needs:
+        """Each entry that waits for a collective, and the joins of all other ranks; `rank` has the rank of every entry."""
+        order = np.argsort(self.joined, kind="stable")
+        count = np.bincount(self.joined, minlength=len(self.code))
+        first = np.concatenate(([0], np.cumsum(count)))[self.used]
+        many = count[self.used]
+        user = np.repeat(self.user, many)
+        within = np.arange(len(user)) - np.repeat(np.cumsum(many) - many, many)
+        join = self.join[order[np.repeat(first, many) + within]]
+        far = rank[join] != rank[user]
+        return Needs(join[far], user[far])
+
+
 @dataclass(frozen=True)
 class Links:
     """Every dependency of a schedule or program, resolved to entries."""
@@ -106,6 +159,8 @@ class Links:
     """Each send and its receive."""
     retired: Needs
     """Each receive of a message and the sender's WAIT_SEND, which waits for it."""
+    meetings: Meetings
+    """The collectives of a spread vocabulary: held by waiting until all ranks have joined."""
     missing: Missing
 
 
@@ -133,7 +188,8 @@ class Linker:
         messages = self._add_send_rules(local, missing) if self.lowered else _join(Needs)
         retired = self._add_wait_rules(messages, local, missing) if self.lowered else _join(Needs)
         self._add_reduction_rule(local, missing)
-        return Links(_join(Needs, local), _join(Needs, data), messages, retired, _join(Missing, missing))
+        meetings = self._add_spread_rules(local, missing)
+        return Links(_join(Needs, local), _join(Needs, data), messages, retired, meetings, _join(Missing, missing))
 
     # The rules within a stage -----------------------------------------------------------------------------------------
 
@@ -255,6 +311,43 @@ class Linker:
         table = find_first(rank[reduces] * stages + self.rows.stage[reduces], reduces, len(self.rows) * stages)
         stage = self.rows.stage[waits]
         self._resolve(table[rank[waits] * stages + stage], waits, codes.pack(stage, int(Kind.REDUCE_GRAD)), local, missing)
+
+    # The rules of a spread vocabulary ---------------------------------------------------------------------------------
+
+    def _add_spread_rules(self, local: list[Needs], missing: list[Missing]) -> Meetings:
+        """The order of a spread layer on each rank, and the collectives that all ranks join."""
+        users: list[Ints] = [np.zeros(0, dtype=np.int64)]
+        awaited: list[Ints] = [np.zeros(0, dtype=np.int64)]
+        for stage, rules in ((self.graph.stages - 1, _HEAD), (0, _EMBEDDING)) if self.graph.stages > 1 else ():
+            if not (self.rows.stage[self._find_entries(*SPREAD)] == stage).any():
+                continue
+            for kinds, maker in rules:
+                after = self._find_entries(*kinds)
+                after = after[self.rows.stage[after] == stage]
+                unit, rank = self.rows.microbatch[after], self.rows.rank[after]
+                if maker in COMPUTE:  # only the rank of the stage has it
+                    after = after[self.placement.ranks_of(stage, unit) == rank]
+                    unit = self.rows.microbatch[after]
+                    made_by = (self._forwards if maker is Kind.F else self._gradients)[self._cell(np.full(len(after), stage), unit)]
+                else:
+                    made_by = self._find_on_ranks(stage, maker)[rank * self.units + unit]
+                code = np.asarray(codes.pack(stage, int(maker), unit), dtype=np.int64)
+                self._resolve(made_by, after, code, local, missing)
+                if maker in JOINS:
+                    users.append(after)
+                    awaited.append(code)
+        user, code = np.concatenate(users), np.concatenate(awaited)
+        join = self._find_entries(*JOINS)
+        numbers, joined = np.unique(self.rows.codes[join], return_inverse=True)
+        used = np.searchsorted(numbers, code)
+        there = (used < len(numbers)) & (np.append(numbers, -1)[used] == code)
+        return Meetings(numbers, join, joined, user[there], used[there])
+
+    def _find_on_ranks(self, stage: int, kind: Kind) -> Ints:
+        """The first entry of a spread kind for each rank and unit."""
+        entries = self._find_entries(kind)
+        entries = entries[self.rows.stage[entries] == stage]
+        return find_first(self.rows.rank[entries] * self.units + self.rows.microbatch[entries], entries, len(self.rows) * self.units)
 
     @staticmethod
     def _resolve(before: Ints, after: Ints, code: Ints, into: list[Needs], missing: list[Missing]) -> None:

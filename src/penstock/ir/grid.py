@@ -27,7 +27,8 @@ class Grid:
     def spaced(cls, table: Table) -> Grid:
         """Each action in the first step in which it could run if every action took one step; what never can run follows at the end."""
         links = table.links
-        waits = Needs(*(np.concatenate(column) for column in zip(links.local, links.data, links.retired, strict=True)))
+        joint = links.meetings.list_waits(table.rows.rank)
+        waits = Needs(*(np.concatenate(column) for column in zip(links.local, links.data, links.retired, joint, strict=True)))
         steps = walk(table.rows, waits).step.tolist()
         bounds = table.rows.group_offsets.tolist()
         return cls(tuple(_spread(table[rank], steps[bounds[rank] : bounds[rank + 1]]) for rank in range(table.ranks)))

@@ -12,6 +12,8 @@
 - A received message is held from its receive (in a schedule, from its arrival) to the end of the action that uses it last.
 - A sum of gradients for another rank is held from the end of the first backward that adds to it to the end of the last one.
 - A sent message that is waited for is held from the start of its SEND to the end of its WAIT_SEND; without a wait, the transport owns it.
+- The logits of a rank's share of the vocabulary are held from the start of S to the end of T. What a BROADCAST brings is held on every rank
+  from its start to the end of T (without a backward, of S), and a share's embeddings from the start of S to the end of the COMBINE.
 - Gathered parameters are held from the start of UNSHARD to the end of RESHARD.
 - All the time, a rank holds its shards; its parameters if nothing is sharded.
 
@@ -29,7 +31,7 @@ import numpy as np
 
 from penstock.ir.costs import Costs
 from penstock.ir.dependencies import find_releases, peer_stages
-from penstock.ir.kind import RECEIVES, SEND_WAITS, Kind
+from penstock.ir.kind import RECEIVES, SEND_WAITS, SPREAD, Kind
 from penstock.ir.rows import Flags, Floats, Ints
 from penstock.ir.table import Table
 
@@ -148,7 +150,8 @@ def _list_stage_changes(table: Table, costs: Costs) -> list[Changes]:
     ]
     rows, inside = table.rows, _find_inside(table)
     changes = []
-    for category, kinds, when, sizes in (activations + _list_kept(table, costs) if table.training else []) + gathered:
+    shares = _list_shares(table, costs)
+    for category, kinds, when, sizes in (activations + _list_kept(table, costs) if table.training else []) + shares + gathered:
         entries = np.flatnonzero(rows.is_kind(*kinds) & inside)
         changes.append(_list_changes(category, entries, when, sizes[rows.stage[entries], rows.microbatch[entries]]))
     return changes + _list_moves(table, activation)
@@ -164,6 +167,25 @@ def _list_kept(table: Table, costs: Costs) -> list[tuple[int, tuple[Kind, ...], 
         (_ACTIVATIONS, (Kind.F,), When.START, taken),
         (_ACTIVATIONS, backwards, When.START, opened),
         (_ACTIVATIONS, backwards, When.END, -freed),
+    ]
+
+
+def _list_shares(table: Table, costs: Costs) -> list[tuple[int, tuple[Kind, ...], When, Floats]]:
+    """What a spread vocabulary holds on every rank."""
+    if not table.rows.is_kind(*SPREAD).any():
+        return []
+    logits, brought, made = _read_sizes(costs, table, "logits"), _read_sizes(costs, table, "output"), _read_sizes(costs, table, "output")
+    made[1:] = 0.0
+    if not table.training:
+        brought[0] = 0.0
+    last = Kind.T if table.training else Kind.S
+    return [
+        (_ACTIVATIONS, (Kind.S,), When.START, logits),
+        (_ACTIVATIONS, (last,), When.END, -logits),
+        (_RECEIVE_BUFFERS, (Kind.BROADCAST,), When.START, brought),
+        (_RECEIVE_BUFFERS, (last,), When.END, -brought),
+        (_RECEIVE_BUFFERS, (Kind.S,), When.START, made),
+        (_RECEIVE_BUFFERS, (Kind.COMBINE,), When.END, -made),
     ]
 
 

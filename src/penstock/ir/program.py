@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from penstock.ir.graph import StageGraph
-from penstock.ir.kind import COMPUTE, COPIES, Kind
+from penstock.ir.kind import COMPUTE, COPIES, SPREAD, Kind
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Rows
 from penstock.ir.schedule import Schedule
@@ -93,9 +93,9 @@ class Program(Table):
         return Program(placement=self.placement, microbatches=self.microbatches, graph=self.graph, name=self.name, **{**values, **fields})
 
     def schedule(self) -> Schedule:
-        """The compute actions, and the copies of activations to the host and back."""
+        """The compute actions, the copies of activations to the host and back, and the collectives of a spread vocabulary."""
         return Schedule.from_rows(
-            self.rows.keep(self.rows.is_kind(*COMPUTE, *COPIES)),
+            self.rows.keep(self.rows.is_kind(*COMPUTE, *COPIES, *SPREAD)),
             self.placement,
             self.microbatches,
             graph=self.graph,

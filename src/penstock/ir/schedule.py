@@ -13,7 +13,8 @@ from penstock.ir.table import Table
 
 
 class Schedule(Table):
-    """For each rank the order of its compute actions, and the placement of stages; copies to the host may stand between them.
+    """For each rank the order of its compute actions, and the placement of stages; copies to the host may stand between them,
+    and the actions of a spread vocabulary.
 
     `source` gives the packed row of a rank; it is called only for ranks that are read.
     """

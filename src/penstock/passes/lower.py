@@ -35,14 +35,15 @@ def lowering(
     waits: bool = False,
     max_outstanding_sends: int | None = None,
     defer_reduce_grad_wait: bool = False,
+    reduce_at_end: bool = False,
 ) -> PassList:
     """The passes that `lower` runs."""
     passes: list[Pass] = [MergeBackward()] if merge_backward else []
     passes += [] if offload is None else [offload if isinstance(offload, Offload) else Offload(offload)]
     passes += [Shard(lookahead, residency)] if fsdp else []
     if not (waits or defer_reduce_grad_wait or max_outstanding_sends is not None):
-        return PassList.of([*passes, ReduceGrad(), SendReceive(receive), Buffers()])
-    reduce_grad = ReduceGrad("deferred" if defer_reduce_grad_wait else "now")
+        return PassList.of([*passes, ReduceGrad(at_end=reduce_at_end), SendReceive(receive), Buffers()])
+    reduce_grad = ReduceGrad("deferred" if defer_reduce_grad_wait else "now", reduce_at_end)
     return PassList.of([*passes, reduce_grad, SendReceive(receive), WaitSend(max_outstanding_sends), Buffers()])
 
 
@@ -58,6 +59,7 @@ def lower(
     waits: bool = False,
     max_outstanding_sends: int | None = None,
     defer_reduce_grad_wait: bool = False,
+    reduce_at_end: bool = False,
 ) -> Program:
     """Return a proved program with sends, receives, gradient reduction and buffer counts; `fsdp` adds sharding.
 
@@ -69,7 +71,7 @@ def lower(
 
     `waits` adds the waits for sends and for reductions that PyTorch 2.15 writes into its programs. Two options change and imply them: no
     rank has more than `max_outstanding_sends` sends that it has not waited for, and `defer_reduce_grad_wait` waits for a reduction only
-    before the rank's next one, or at the end.
+    before the rank's next one, or at the end. With `reduce_at_end` a rank's gradients are reduced after all its other actions.
     """
     check_table(schedule, "lower")
     passes = lowering(
@@ -82,6 +84,7 @@ def lower(
         waits=waits,
         max_outstanding_sends=max_outstanding_sends,
         defer_reduce_grad_wait=defer_reduce_grad_wait,
+        reduce_at_end=reduce_at_end,
     )
     return passes.apply(schedule)
 

@@ -19,6 +19,7 @@ from penstock.passes.reduce_grad import ReduceGrad
 from penstock.passes.send_receive import SendReceive
 from penstock.passes.shard import Shard
 from penstock.passes.split_backward import SplitBackward
+from penstock.passes.vocabulary import Vocabulary
 from penstock.passes.wait_send import WaitSend
 
 _ONE = re.compile(r"\s*([a-z][a-z-]*)\s*(?:\{([^{}]*)\})?\s*")
@@ -77,7 +78,18 @@ def _read_options(name: str, text: str) -> dict[str, str]:
     return options
 
 
-_CLASSES: tuple[type[Pass], ...] = (SplitBackward, MergeBackward, Offload, Shard, ReduceGrad, SendReceive, Receive, WaitSend, Buffers)
+_CLASSES: tuple[type[Pass], ...] = (
+    SplitBackward,
+    MergeBackward,
+    Vocabulary,
+    Offload,
+    Shard,
+    ReduceGrad,
+    SendReceive,
+    Receive,
+    WaitSend,
+    Buffers,
+)
 _BY_NAME = {kind.name: kind for kind in _CLASSES}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.errors import LoweringError, PassError, VerifyError
 from penstock.ir.dependencies import Linker, Needs, message_code, peer_stages
-from penstock.ir.kind import COMPUTE, RECEIVES, SENDS, Kind
+from penstock.ir.kind import RECEIVES, SENDS, WORK, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Ints, Rows
 from penstock.ir.steps import walk
@@ -112,7 +112,7 @@ class _Receives:
 
 def _place_ahead(rows: Rows, messages: _Receives, depth: int) -> Rows:
     """Each receive `depth` compute actions before its use, and never behind a later message of its channel."""
-    starts = np.unique(rows.group_starts[np.flatnonzero(rows.is_kind(*COMPUTE))])
+    starts = np.unique(rows.group_starts[np.flatnonzero(rows.is_kind(*WORK))])
     turn = np.searchsorted(starts, rows.group_starts[messages.use])
     first = np.searchsorted(starts, rows.offsets[messages.rank])
     places = starts[np.maximum(turn - depth, first)]
@@ -139,12 +139,13 @@ def _pair(sent: Program, linker: Linker, messages: _Receives) -> Rows:
     acting = rows.keep(~is_send)
     # The place of each entry once the sends are removed; for a send, that of the entry before it.
     place = np.arange(len(rows.codes)) - np.cumsum(is_send)
-    sender = rows.rank[messages.send]
+    sender, joint = rows.rank[messages.send], links.meetings.list_waits(rows.rank)
     waits = Needs(
-        place[np.concatenate((messages.send, local.before))],
-        place[np.concatenate((messages.use, local.after))],
+        place[np.concatenate((messages.send, joint.before, local.before))],
+        place[np.concatenate((messages.use, joint.after, local.after))],
     )
-    lag = np.append(sender > messages.rank, np.ones(len(local.before), dtype=np.bool_)).astype(np.int64)
+    later = (sender > messages.rank, rows.rank[joint.before] > rows.rank[joint.after], np.ones(len(local.before), dtype=np.bool_))
+    lag = np.concatenate(later).astype(np.int64)
     rounds = walk(acting, waits, lag)
     if len(missing.after) or not rounds.complete:
         refuse_broken(sent)

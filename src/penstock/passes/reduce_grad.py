@@ -22,10 +22,13 @@ class ReduceGrad(Pass):
 
     `wait` adds a WAIT_REDUCE_GRAD to each reduction that has none: `now` right after it, `deferred` before the rank's next
     reduction or at the end of its row, so that computation goes on beside it. With `none` the step's end waits for all of them.
+    With `at_end` all reductions of a rank come at the end of its row, in the order of stages: ranks that hold the same stages but run
+    different rows then reduce in the same order, and none waits for another that still needs its messages.
     """
 
     name = "reduce-grad"
     wait: str = "none"
+    at_end: bool = False
 
     def __post_init__(self) -> None:
         if self.wait not in WAITS:
@@ -39,7 +42,8 @@ class ReduceGrad(Pass):
         last = entries[latest]
         last = last[~np.isin(keys, key[rows.is_kind(Kind.REDUCE_GRAD)])]
         reduce = codes.pack(rows.stage[last], int(Kind.REDUCE_GRAD))
-        reduced = rows.insert(rows.group_ends[last], reduce, rows.rank[last], tie=last)
+        places, ties = (rows.offsets[rows.rank[last] + 1], rows.stage[last]) if self.at_end else (rows.group_ends[last], last)
+        reduced = rows.insert(places, reduce, rows.rank[last], tie=ties)
         return self._record(program, rows=self.add_waits(reduced, program.stages))
 
     def add_waits(self, rows: Rows, stages: int) -> Rows:

@@ -30,7 +30,7 @@ class SendReceive(Pass):
         check_place(self.name, "receive", self.receive)
 
     def apply(self, program: Program) -> Program:
-        refuse_broken(program, ("known", "placed", "complete"))
+        refuse_broken(program, ("known", "placed", "complete", "vocabulary", "joined"))
         return prove(self.place(program), self.receive)
 
     def place(self, program: Program) -> Program:

@@ -121,10 +121,12 @@ class _Budget:
         return places
 
     def _find_needs(self) -> dict[int, list[int]]:
-        """For each entry that uses a message, the sends that it waits for."""
+        """For each entry that uses a message or a collective, the sends or joins of other ranks that it waits for."""
         needs: dict[int, list[int]] = {}
-        for before, after in zip(*(ends.tolist() for ends in self.program.links.data), strict=True):
-            needs.setdefault(after, []).append(before)
+        links = self.program.links
+        for waits in (links.data, links.meetings.list_waits(self.program.rows.rank)):
+            for before, after in zip(*(ends.tolist() for ends in waits), strict=True):
+                needs.setdefault(after, []).append(before)
         return needs
 
     def _make_refusal(self, rank: int, entry: int, pending: list[list[int]]) -> PassError:

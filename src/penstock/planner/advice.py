@@ -32,7 +32,7 @@ def check_static_memory(request: Request) -> None:
     if limits is None:
         return
     static = [layer.static for layer in request.profile.layers]
-    total, largest = sum(static), max(static)
+    total, largest = sum(static), max(static[1:-1] if request.spread_profiles else static)
     if total > sum(limits) * (1 + SLACK):
         reason = (
             f"the layers keep {units.size(total)} for parameters, gradients and optimizer, but {_describe_limits(request)} "

@@ -87,6 +87,8 @@ class Candidate:
     """Slices that each sequence is cut into."""
     slice_lengths: tuple[int, ...] = ()
     """Tokens of each slice, if there are several."""
+    vocabulary: bool = False
+    """Whether embedding and head are spread over all ranks."""
     devices: tuple[int, ...] = ()
     """The device of a cluster that each rank is, if they differ."""
     timed: tuple[Problem, Schedule, Timeline] | None = field(default=None, compare=False, repr=False)
@@ -98,8 +100,8 @@ class Candidate:
     def untimed(cls, name: str, problem: Problem, verdict: Verdict, reason: str) -> Candidate:
         """A candidate that was ruled out before it was timed."""
         shape = problem.placement.kind, problem.placement.chunks, problem.microbatch, problem.microbatches, sum(problem.recompute)
-        options = {"slices": problem.slices, "slice_lengths": problem.lengths, "devices": problem.devices}
-        return cls(name, *shape, verdict.value, reason, **options)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"slices": problem.slices, "slice_lengths": problem.lengths, "devices": problem.devices}
+        return cls(name, *shape, verdict.value, reason, **options, vocabulary=problem.is_spread)
 
     @classmethod
     def of_timeline(cls, name: str, problem: Problem, schedule: Schedule, timeline: Timeline) -> Candidate:
@@ -132,9 +134,9 @@ class Candidate:
         return self.verdict == Verdict.FITS
 
     @property
-    def shape(self) -> tuple[str, str, int]:
-        """The schedule and its placement: runners-up of a plan differ in it."""
-        return self.name, self.placement, self.chunks
+    def shape(self) -> tuple[str, str, int, bool]:
+        """The schedule, its placement and where the vocabulary is: runners-up of a plan differ in it."""
+        return self.name, self.placement, self.chunks, self.vocabulary
 
     @property
     def time_or_inf(self) -> float:
@@ -184,7 +186,7 @@ class Candidate:
         """Whether another candidate has the same shape and the same figures, so that only the name tells them apart."""
         if self.objective is None or self.peak is None or other.objective is None or other.peak is None:
             return False
-        fields = ("placement", "chunks", "microbatch", "recompute", "slices", "fits")
+        fields = ("placement", "chunks", "microbatch", "recompute", "slices", "fits", "vocabulary")
         close = math.isclose(self.objective, other.objective) and math.isclose(self.peak, other.peak)
         return close and all(getattr(self, name) == getattr(other, name) for name in fields)
 
@@ -198,6 +200,7 @@ class Candidate:
         stages = 0 if self.sizes is None else len(self.sizes)
         recomputed = f", {self.recompute} of {stages} stages recomputed" if self.recompute else ""
         recomputed += f", {self.offloaded} activations moved to the host" if self.offloaded else ""
+        recomputed += ", vocabulary on all ranks" if self.vocabulary else ""
         sliced = f" in {self.slices} slices" if self.slices > 1 else ""
         return f"{self.name} ({self.placement}, {format_count(self.microbatches, 'microbatch')} of {self.microbatch}{sliced}{recomputed})"
 
@@ -205,6 +208,8 @@ class Candidate:
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _IN_THE_MAKING}
         if self.slices == 1:
             del values["slices"], values["slice_lengths"]
+        if not self.vocabulary:
+            del values["vocabulary"]
         if not self.devices:
             del values["devices"]
         return {name: value for name, value in values.items() if value is not None}

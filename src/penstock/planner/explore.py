@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import MissingExtraError
 from penstock.ir.costs import Costs
@@ -23,6 +23,7 @@ from penstock.planner.budget import SolverBudget, count_rounds
 from penstock.planner.candidate import Candidate
 from penstock.planner.named_schedules import (
     NamedSchedule,
+    can_be_spread,
     list_candidates,
     list_every_cut,
     list_searchable_problems,
@@ -100,7 +101,8 @@ class Explorer:
         """The best known bound of a problem."""
         self._copies = max(self._copies, len(problem.placement.copies))
         if problem.key not in self._bounds:
-            self._bounds[problem.key] = Bound.best_of({"work": problem.work, **lower_bound(problem).all})
+            shares = {"work with shares": problem.work} if problem.is_spread else {}  # the other arguments know nothing of S and T
+            self._bounds[problem.key] = Bound.best_of({"work": problem.work, **lower_bound(problem).all, **shares})
         return self._bounds[problem.key]
 
     def bound_if_in_time(self, problem: Problem) -> Bound | None:
@@ -117,7 +119,7 @@ class Explorer:
         request = self.request
         limits = None if request.offload else request.limits  # the arguments count what is held from F to I, which may be elsewhere
         rest = limits, request.recompute, request.barrier, request.split
-        return min(
+        whole = [
             OverallBound(
                 profile,
                 request.count_microbatches(profile),
@@ -127,10 +129,18 @@ class Explorer:
                 slices,
                 request.least_slice,
                 request.cluster,
-            ).value()
+            )
             for profile in request.profiles
             for slices in request.slices
-        )
+        ]
+        return min([*(bound.value() for bound in whole), *(self._bound_spread(profile, *rest) for profile in request.spread_profiles)])
+
+    def _bound_spread(self, profile: Profile, *rest: Any) -> float:
+        """A bound of every plan with a spread vocabulary: the bound without S and T, or the work with them on the average of all ranks."""
+        microbatches, ranks = self.request.count_microbatches(profile), self.request.ranks
+        shares = sum(layer.time for layer in profile.shares)
+        work = microbatches * (min(1.0, profile.overlap) * profile.time / ranks + shares)
+        return max(work, OverallBound(profile, microbatches, ranks, 1, *rest).value())
 
     # Time -------------------------------------------------------------------------------------------------------------
 
@@ -177,6 +187,8 @@ class Explorer:
             request.names, request.ranks, len(request.profile), request.slices, request.no_slices, cluster=request.cluster
         )
         todo = sorted(((named, profile) for profile in request.profiles for named in usable), key=partial(order_by_effort, request))
+        spread = [(named, profile) for profile in request.spread_profiles for named in usable if can_be_spread(named)]
+        todo += sorted(spread, key=partial(order_by_effort, request))
         simulate(lower(one_at_a_time(Placement.linear(1), 1)), Costs())  # loads the compiled simulator before anything is measured
         share = _NAMED_SHARE if request.searches else 1.0
         tried_least = False
@@ -197,7 +209,7 @@ class Explorer:
             candidates = time_named(named, profile, request, self._is_slow)
             for candidate in candidates:
                 self._add(candidate)
-            self._tried.append((named, profile, candidates))
+            self._tried += [] if profile.shares else [(named, profile, candidates)]
             self._timed = self._timed[0] + time.monotonic() - before, self._timed[1] + cells
         if request.offload and request.limits is not None:
             self._try_offload(share)
@@ -305,7 +317,7 @@ class Explorer:
         self._add_bounds(problem, lower_bound(problem, budget=budget).all)
         if budget.late:
             self._cut_short.append("linear program(s) unfinished")
-        plain = problem.slices == 1 and not best.offloaded
+        plain = problem.slices == 1 and not best.offloaded and not best.vocabulary
         if plain and 3 * cells <= _SMALL and not self._is_proved(best) and not self.request.stop():
             self._solve(best, work / 2)
 
@@ -335,7 +347,7 @@ class Explorer:
     def _list_worth_searching(self) -> Iterator[Problem]:
         """Problems that could beat the best: those of the placements, those that a named schedule needed to fit, and small ones."""
         seen: set[object] = set()
-        named = (candidate.problem for candidate in self.fitting if not candidate.offloaded)
+        named = (candidate.problem for candidate in self.fitting if not candidate.offloaded and not candidate.vocabulary)
         for problem in chain(list_searchable_problems(self.request), named, list_every_cut(self.request)):
             if problem.key in seen or self._is_slow(problem):
                 continue
@@ -375,7 +387,7 @@ class Explorer:
     def _search_with_moves(self, share: float, steps: tuple[int, int]) -> None:
         """Search orders of the best problem that hold more than the limits, and move activations under the result."""
         best = self.best
-        if best is None or self.request.stop() or self._is_proved(best):
+        if best is None or best.vocabulary or self.request.stop() or self._is_proved(best):
             return
         problem, order = make_roomy_problem(best, self.request)
         if self.is_too_late_for("setting(s) not searched", _STARTING * problem.cells, 1 - _PROOF_SHARE):
@@ -426,7 +438,11 @@ class Explorer:
     def _list_starts(self, problem: Problem) -> list[Schedule]:
         """Orders that were timed on the same placement, whatever the partition: the fastest of each name, those that fit first."""
         shape = problem.placement.copies, problem.microbatches, problem.slices
-        timed = [candidate for candidate in self.candidates if candidate.timed is not None and not candidate.offloaded]
+        timed = [
+            candidate
+            for candidate in self.candidates
+            if candidate.timed is not None and not candidate.offloaded and not candidate.vocabulary
+        ]
         same = [candidate for candidate in timed if (candidate.problem.placement.copies, candidate.microbatches, candidate.slices) == shape]
         starts: dict[str, Schedule] = {}
         for candidate in sorted(same, key=lambda candidate: (not candidate.fits, candidate.time_or_inf)):

@@ -16,6 +16,7 @@ from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Ints, Rows
 from penstock.ir.schedule import Schedule
+from penstock.passes.vocabulary import Vocabulary, spread_vocabulary
 from penstock.planner.candidate import Candidate, Verdict
 from penstock.planner.partition.assignment import Assignment, list_exchanges
 from penstock.planner.partition.cut import list_neighbours
@@ -50,6 +51,8 @@ _MOST_LENGTHS = 160
 """Lengths of slices that are timed for one schedule when they are shifted."""
 _STEPS = (8, 4, 2, 1)
 """By how many steps of the granularity a slice is made longer or shorter, one after the other."""
+_AHEAD = (0, 1, 2)
+"""How many more activations a rank may hold while its vocabulary is spread over all ranks."""
 _FASTER = 1e-9
 """A smaller relative difference is rounding."""
 
@@ -155,6 +158,11 @@ def _list_shapes(name: str, ranks: int, layers: int, slices: Sequence[int], no_s
         else:
             listed += [NamedSchedule(entry, placement, count, tuple(options.items())) for count in counts]
     return listed, reason
+
+
+def can_be_spread(named: NamedSchedule) -> bool:
+    """Whether the vocabulary can be spread over the ranks under a schedule: with one copy of the model, in whole sequences."""
+    return named.slices == 1 and named.placement.stages > 1 and len(named.placement.copies) == 1
 
 
 @cache
@@ -319,10 +327,16 @@ class _Fitting:
             yield self.known.retime(problem)
             return
         for schedule in self.named.build(problem):
-            if problem.split or not schedule.rows.is_kind(Kind.I).any():
-                candidate = Candidate.time(self.named.name, problem, schedule)
-                self.known = candidate if self.named.is_fixed else None
-                yield candidate
+            if not problem.split and schedule.rows.is_kind(Kind.I).any():
+                continue
+            if problem.is_spread:
+                for ahead in _AHEAD:
+                    spread = spread_vocabulary(schedule, problem.costs, Vocabulary(ahead=ahead))
+                    yield Candidate.time(self.named.name, problem, spread)
+                continue
+            candidate = Candidate.time(self.named.name, problem, schedule)
+            self.known = candidate if self.named.is_fixed else None
+            yield candidate
 
     def _cut_for_memory(self, candidate: Candidate) -> Candidate:
         """Cut the model so that this schedule fits; the moments at which it did not are added one after the other."""

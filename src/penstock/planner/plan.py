@@ -129,6 +129,11 @@ class Plan:
         return self.profile.microbatch
 
     @property
+    def vocabulary(self) -> bool:
+        """Whether embedding and head are spread over all ranks."""
+        return bool(self.profile.shares)
+
+    @property
     def slices(self) -> int:
         """Slices that each sequence is cut into."""
         return self.schedule.slices
@@ -284,6 +289,7 @@ def plan(
     microbatch_sizes: Sequence[int] | None = None,
     slices: int | Sequence[int] | None = None,
     slice_granularity: int = GRANULARITY,
+    vocabulary: bool = False,
     seconds: float = 7.0,
     rounds: float | None = None,
     jitter: float = 0.05,
@@ -310,6 +316,8 @@ def plan(
     - `slices`: into how many slices sequences may be cut, one number or several to choose from; by default 1, 2, 4 and so on up to 16 with
       at least 4096 tokens each, if the profile has `tokens` and knows what a slice takes. Their lengths are chosen too, as multiples of
       `slice_granularity` tokens;
+    - `vocabulary`: whether the first layer, the embedding, and the last, the head with the loss, may be spread over all ranks; such plans
+      compete with those that have them on the first and last stage;
     - `seconds`: how long to plan; with 0 only the named schedules are timed, however long that takes;
     - `rounds`: how many orders the search times; the default usually takes less than `seconds`. Equal arguments and seeds give equal plans,
       unless `seconds` run out first: the report then says so;
@@ -321,6 +329,14 @@ def plan(
     """
     if not isinstance(profile, Profile):
         raise CostsError(f"a plan needs a penstock.Profile, got {type(profile).__name__}")
+    if profile.shares:
+        raise CostsError("a plan chooses itself whether the vocabulary is spread: give the whole profile, and vocabulary=True")
+    if vocabulary and len(profile) < 3:
+        raise CostsError(
+            f"vocabulary=True spreads an embedding and a head, the first and last of at least 3 layers; there are {len(profile)}"
+        )
+    if vocabulary and cluster is not None:
+        raise CostsError("vocabulary=True gives every rank an equal share of the embedding and the head: leave out cluster=")
     ranks = check_ranks(profile, ranks, cluster)
     if len(profile) < ranks:
         raise PlacementError(
@@ -357,6 +373,7 @@ def plan(
         cluster=cluster,
         no_slices=no_slices,
         granularity=int(slice_granularity),
+        vocabulary=vocabulary,
         tell=progress or (lambda progress: None),
         stop=stop or (lambda: False),
         found=found or (lambda candidate: None),

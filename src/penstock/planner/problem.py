@@ -136,7 +136,7 @@ class Problem:
     @property
     def key(self) -> tuple[object, ...]:
         """Identifies a problem among those of one request."""
-        return self.microbatch, self.placement.copies, self.sizes, self.recompute, self.lengths, self.devices
+        return self.microbatch, self.placement.copies, self.sizes, self.recompute, self.lengths, self.devices, self.is_spread
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -147,6 +147,11 @@ class Problem:
     def cluster(self) -> Cluster | None:
         """The cluster with its devices in the order of the ranks."""
         return None if self.assignment is None else self.assignment.cluster
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the vocabulary is spread over the ranks: the orders of such a problem have S, T and collectives as well."""
+        return self.profile is not None and bool(self.profile.shares)
 
     @property
     def limits(self) -> tuple[float, ...]:
@@ -180,6 +185,8 @@ class Problem:
             every = self.costs.table("f", self.stages, self.units) + self.costs.table("b", self.stages, self.units)
             np.add.at(loads, list(copies[0]), every.sum(axis=1))
             return float(loads.max()) * min(1.0, self.costs.overlap)
+        if self.is_spread:  # these run alone
+            loads += self.microbatches * float(sum(self.costs.table(name, self.stages, 1).sum() for name in ("s", "t")))
         times = self.costs.table("f", self.stages, 1) + self.costs.table("b", self.stages, 1)
         for place, ranks in enumerate(copies):
             np.add.at(loads, list(ranks), len(range(place, self.microbatches, len(copies))) * times[:, 0])
@@ -202,5 +209,6 @@ class Problem:
     def describe(self) -> str:
         """Placement, chunks, microbatches and recompute in a few words."""
         again = ", recomputed" if any(self.recompute) else ""
+        again += ", vocabulary on all ranks" if self.is_spread else ""
         slices = f" in {self.slices} slices" if self.slices > 1 else ""
         return f"{self.placement.kind}, {self.placement.chunks} per rank, {self.microbatches} x {self.microbatch}{slices}{again}"

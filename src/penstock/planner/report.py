@@ -63,6 +63,9 @@ def _write_summary(plan: Plan) -> Iterator[str]:
     yield from _describe_slices(plan)
     if any(plan.recompute):
         yield f"  {'recompute':<12} {_name_all([stage for stage, again in enumerate(plan.recompute) if again], 'stage')}"
+    if plan.vocabulary:
+        share = sum(layer.time for layer in plan.profile.shares)
+        yield f"  {'vocabulary':<12} embedding and head on all ranks, {units.time(share)} per rank and microbatch"
     yield from _write_offload(plan)
     for note in plan.notes:
         yield from wrap(f"  {'note':<12} {note}", _WIDTH, subsequent_indent=" " * 15, break_on_hyphens=False)
@@ -292,6 +295,7 @@ def _format_figures(plan: Plan, candidate: Candidate) -> dict[str, str]:
         **({"slices": str(candidate.slices) if candidate.slices > 1 else "-"} if is_sliced(plan) else {}),
         "recomputed": str(candidate.recompute or "-"),
         **({"offloaded": str(candidate.offloaded or "-")} if any(other.offloaded for other in plan.alternatives) else {}),
+        **({"vocabulary": "all ranks" if candidate.vocabulary else "-"} if any(o.vocabulary for o in plan.alternatives) else {}),
         "takes": time(candidate.time_or_inf),
         "bubble": "-" if candidate.bubble is None else f"{candidate.bubble:.1%}",
         "bound": "-" if candidate.bound is None else time(candidate.bound),

@@ -21,6 +21,7 @@ from penstock.planner.partition.layer_runs import PeakMoment
 from penstock.planner.partition.slices import GRANULARITY, choose_lengths, list_edges, split_equal_time, split_equally
 from penstock.planner.problem import Problem
 from penstock.planner.profile import Profile, SliceCost
+from penstock.planner.profile.vocabulary import spread_ends
 from penstock.schedules.registry import algorithms, parse_name
 from penstock.text.options import format_options, split_options
 from penstock.text.units import Units, check_count, has_byte_unit, parse_size
@@ -103,6 +104,8 @@ class Request:
     """Why sequences are not cut, if they are not."""
     granularity: int = GRANULARITY
     """Tokens that the length of a slice is a multiple of."""
+    vocabulary: bool = False
+    """Whether the first and the last layer may be spread over the ranks."""
     tell: Callable[[Progress], None] = lambda progress: None
     stop: Callable[[], bool] = lambda: False
     found: Callable[[Any], None] = lambda candidate: None
@@ -124,6 +127,11 @@ class Request:
     def units(self) -> Units:
         return Units(self.profile.time_unit, self.in_bytes)
 
+    @property
+    def spread_profiles(self) -> tuple[Profile, ...]:
+        """The model at each microbatch size with its vocabulary spread over the ranks, if that may be."""
+        return tuple(spread_ends(profile, self.ranks) for profile in self.profiles) if self.vocabulary and self.ranks > 1 else ()
+
     def count_microbatches(self, profile: Profile) -> int:
         return self.batch // profile.microbatch
 
@@ -140,10 +148,12 @@ class Request:
     ) -> LayerCut:
         """The best partition of the layers, within the limits at these moments; with `moves`, if activations may be moved to the host."""
         devices = None if assignment is None else assignment.devices
-        key = (profile.microbatch, placement.copies, recompute, tuple(moments), slack, lengths, moves, devices)
+        key = (profile.microbatch, placement.copies, recompute, tuple(moments), slack, lengths, moves, devices, bool(profile.shares))
         if key not in self._partitions:
+            share, limits = sum(layer.static for layer in profile.shares), self.limits_of(assignment)
+            limits = None if limits is None else tuple(max(limit - share, 0.0) for limit in limits)
             options: dict[str, Any] = {"moments": moments, "slack": slack, "lengths": lengths, "moves": moves}
-            options |= {"limits": self.limits_of(assignment), "cluster": None if assignment is None else assignment.cluster}
+            options |= {"limits": limits, "cluster": None if assignment is None else assignment.cluster}
             self._partitions[key] = cut_layers(profile, placement, recompute=recompute, **options)
         return self._partitions[key]
 
@@ -194,7 +204,8 @@ class Request:
         *,
         assignment: Assignment | None = None,
     ) -> Problem:
-        key = (profile.microbatch, placement, sizes, recompute, lengths, None if assignment is None else assignment.devices)
+        devices = None if assignment is None else assignment.devices
+        key = (profile.microbatch, placement, sizes, recompute, lengths, devices, bool(profile.shares))
         if key not in self._problems:
             count = self.count_microbatches(profile)
             shape = profile, placement, count, sizes, recompute

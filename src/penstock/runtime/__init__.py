@@ -19,6 +19,7 @@ from penstock.runtime.torch_internals.version import check_torch_version
 
 check_torch_version(_torch.__version__)
 
+from penstock.runtime.batch.loss import TokenCrossEntropy
 from penstock.runtime.batch.result import StageOutput, StepResult, add_loss, add_metric, collect
 from penstock.runtime.batch.slices import SequenceDims
 from penstock.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints
@@ -30,6 +31,7 @@ from penstock.runtime.model.hugging_face import HuggingFace
 from penstock.runtime.model.partition import Layers, Partition
 from penstock.runtime.parallel.gradients import GradScaler
 from penstock.runtime.parallel.mesh import device_mesh
+from penstock.runtime.parallel.vocabulary import ProcessLane, SpreadEmbedding, SpreadHead, ThreadLane
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.sequence.prefix import Prefix, prefix_of
 from penstock.runtime.train.data_order import DataOrder
@@ -50,13 +52,18 @@ __all__ = [
     "Partition",
     "Pipeline",
     "Prefix",
+    "ProcessLane",
     "RankMetrics",
     "Replayed",
     "Safetensors",
     "SequenceDims",
+    "SpreadEmbedding",
+    "SpreadHead",
     "StageOutput",
     "StepMetrics",
     "StepResult",
+    "ThreadLane",
+    "TokenCrossEntropy",
     "TwoStreams",
     "add_loss",
     "add_metric",

@@ -16,23 +16,33 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CopyError, PipelineError, ScheduleError
+from penstock.ir.kind import SHARES
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 from penstock.passes.shard import Shard
 from penstock.planner.batches.batch_planner import BatchOrder
 from penstock.runtime.batch import microbatch as mb
-from penstock.runtime.batch.loss import Loss
+from penstock.runtime.batch.loss import Loss, TokenCrossEntropy
 from penstock.runtime.batch.order import apply_order, identify_schedule
 from penstock.runtime.batch.result import ResultShare, StepResult, check_same_step
 from penstock.runtime.batch.slices import SequenceCutter, SequenceDims, SliceLengths
 from penstock.runtime.batch.step_input import ABSENT, BatchSplitter, StageKwargs, StepInput, add_model_kwargs
 from penstock.runtime.device.autocast import find_autocast
+from penstock.runtime.device.host_memory import HostMemory
 from penstock.runtime.device.streams import get_current_stream, use_stream
 from penstock.runtime.execution.cuda_graphs import refuse_graphs
 from penstock.runtime.execution.executor import Executor
 from penstock.runtime.execution.overlap import make_overlap
-from penstock.runtime.execution.programs import OffloadChoice, add_moves, build_training_program, find_table, forward_program
+from penstock.runtime.execution.programs import (
+    OffloadChoice,
+    add_moves,
+    build_training_program,
+    find_spread_ends,
+    find_table,
+    forward_program,
+    rebuild_table,
+)
 from penstock.runtime.job_plan import check_degrees, settle_recompute, settle_sharding
 from penstock.runtime.measure.metrics import OnStep, StepMeter, list_callbacks
 from penstock.runtime.measure.parity import Parity, StepArguments, compare_step
@@ -41,6 +51,7 @@ from penstock.runtime.model.hugging_face import HuggingFace, adapt_cutter, open_
 from penstock.runtime.model.partition import Partition, apply_plan_split, check_slices, partition
 from penstock.runtime.model.random_streams import add_layer_streams, preserve_random_state
 from penstock.runtime.model.running_statistics import RunningStatistics, write_statistics
+from penstock.runtime.model.spread_ends import take_ends
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.model.tied_parameters import Gather, SharedParameters, Ties, start_buffers_equal
 from penstock.runtime.model.transforms import (
@@ -55,11 +66,14 @@ from penstock.runtime.model.transforms import (
 from penstock.runtime.parallel.data_parallel import DataParallel
 from penstock.runtime.parallel.fsdp import Sharding, shard_stages, unwrap_ddp
 from penstock.runtime.parallel.gradients import BufferBackup, GradientBackup, HookGuard, clip_grad_norm
-from penstock.runtime.parallel.mesh import find_group
+from penstock.runtime.parallel.joint_pipeline import JointPipeline
+from penstock.runtime.parallel.mesh import PipelineMesh, find_group
+from penstock.runtime.parallel.spread_vocabulary import SpreadVocabulary
 from penstock.runtime.sequence.prefix import keep_uncompiled
 from penstock.runtime.torch_internals import pytree
 from penstock.runtime.transport.failures import describe_error
-from penstock.runtime.transport.group import Group, describe_action
+from penstock.runtime.transport.group import Group, describe_action, do_nothing
+from penstock.runtime.transport.recovery import Recovery
 from penstock.runtime.weights.source import Weights, give_weights
 from penstock.simulator.timeline import Timeline
 
@@ -87,14 +101,17 @@ def report_refusal(method: Method) -> Method:
         try:
             return method(self, *args, **kwargs)
         except BaseException as error:
-            if isinstance(error, PipelineError) or not isinstance(error, Exception):
-                self.group.fail(self.rank, error)
+            try:
+                if isinstance(error, PipelineError) or not isinstance(error, Exception):
+                    self.group.fail(self.rank, error)
+                    raise
+                with suppress(PipelineError):  # an earlier failure that this rank had yet to raise: its own error is raised instead
+                    self.group.enter(self.rank, self.deadline)
+                    headline = f"{self.group.describe_rank(self.rank)} refused its input to the step: {describe_error(error)}"
+                    self.group.report_failure(self.rank, headline, error)
                 raise
-            with suppress(PipelineError):  # an earlier failure that this rank had yet to raise: its own error is raised instead
-                self.group.enter(self.rank, self.deadline)
-                headline = f"{self.group.describe_rank(self.rank)} refused its input to the step: {describe_error(error)}"
-                self.group.report_failure(self.rank, headline, error)
-            raise
+            finally:
+                self.abandon_collectives()
 
     return cast(Method, call)
 
@@ -147,6 +164,9 @@ class Pipeline:
     - `slice_lengths`: for a schedule with slices, the number of tokens in each slice of a sequence, or a function that returns them for a
       sequence's length; defaults to the plan's, else to lengths as equal as possible. `sequence_dims` is the dimension that is cut, see
       `SequenceDims`;
+    - `on_loss`: what happens when the process of a rank is gone. With "take-over", on a `mesh` with data ranks, its microbatches run on the
+      data ranks with the same stages from the same step on, and a process that is started in its place joins at the next checkpoint; with
+      "raise" every rank raises. Defaults to "take-over" under `launch(..., losses=...)`. See docs/losses.md;
     - `graphs`: record each stage's work as CUDA graphs and launch those, see `execution.cuda_graphs`. Gradients then stay at the same
       addresses from step to step. Refused if a stage's work cannot be recorded; a microbatch of another shape runs without graphs.
     """
@@ -186,8 +206,9 @@ class Pipeline:
         graphs: bool = False,
         slice_lengths: SliceLengths = None,
         sequence_dims: mb.Dims | SequenceDims = 1,
+        on_loss: str | None = None,
     ) -> None:
-        ranks = GroupOptions(group, mesh, transport, deadline)
+        ranks = GroupOptions(group, mesh, transport, deadline, on_loss)
         run = ExecutionOptions(seed, accumulate, overlap, graphs, offload)
         batch = BatchOptions(batch_dims, target_dims, kwarg_dims, slice_lengths, sequence_dims)
         self._plan: Any = plan if schedule is None else schedule
@@ -201,9 +222,11 @@ class Pipeline:
         self.record, self.graphs, self.offload = record, run.graphs, run.offload
         self.table = add_moves(find_table(self._plan, self.group.ranks, microbatches), self.offload)
         self.microbatches = self.table.microbatches
+        goes_on = ranks.allow_losses(self.grid, self.table)
+        returns = self.grid is not None and self.grid.whole.returning
         self.seed, self.overlap = run.seed, make_overlap(run.overlap)
         split = self._recognise(model, split, LossOptions(loss_fn, loss_reduction, weight), batch)
-        tied = self._cut(model, ModelOptions(split, ties, weights, settle_recompute(self._plan, recompute), compile), data)
+        self._tied = self._cut(model, ModelOptions(split, ties, weights, settle_recompute(self._plan, recompute), compile), data)
         self.stages = {
             index: Stage(index, part.module, unpack=part.unpack, fused=run.accumulate == "fused")
             for index in self.table.placement.stages_of(self.rank)
@@ -219,33 +242,21 @@ class Pipeline:
         self._calls = 0
         """How many batches this rank was given, including those that it refused."""
         self._executors: dict[tuple[str, int, bool], Executor] = {}  # by schedule ("" is the own), number of microbatches, training or not
+        self._host = HostMemory()  # the buffers of all programs
         self._clocks: tuple[int, list[int]] | None = None
-        callbacks = list_callbacks(on_step)
-        self.unsplit, self._shares_modules, measures = self._agree(bool(callbacks))
+        self._callbacks = list_callbacks(on_step)
+        self.unsplit, self._shares_modules, measures = self._agree(goes_on)
         if self.table.slices > 1 and self.unsplit:
             keep_uncompiled()
-        self._whole: dict[int, str] = {}
-        """The stages that turned out to need a whole backward, see `Stage.whole`."""
+        self._whole: dict[int, str] = {}  # the stages that turned out to need a whole backward, see `Stage.whole`
         self._set_merged(self._whole)
         self.data = DataParallel(self.grid, self.stages, shard=data.shard_pass, dtype=data.accumulate_dtype, deadline=self.deadline)
         self._names: set[str] | None = None
         """The names of this rank's parameters, once the ranks have agreed on them."""
-        self.shared = SharedParameters(
-            self.partition,
-            tied,
-            self.local_parameters(),
-            self.gather,
-            rank=self.rank,
-            identify=self.group.ident,
-            parallel=self.group.parallel,
-            sums_apart=data.accumulate_dtype is not None,
-        )
-        self._names = set(self.shared.place)
-        modules = {index: stage.module for index, stage in self.stages.items()}
-        start_buffers_equal(modules, self.table.placement, self.gather)
-        self.statistics = RunningStatistics(modules, self.table.placement, self.gather)
+        self.shared, self.statistics = self._share_state()
         self._buffers = BufferBackup()
-        self._meter = StepMeter(callbacks, self.rank) if measures else None
+        self._meter = StepMeter(self._callbacks, self.rank) if measures else None
+        self._allow_losses(ranks, goes_on, returns)
         if self.shared.one_object:  # ranks that share parameters take turns on a device too
             use_stream(self.gather("stream", get_current_stream())[0])
         if graphs:
@@ -281,8 +292,16 @@ class Pipeline:
 
     def _cut(self, model: Any, options: ModelOptions, data: DataOptions) -> list[Sequence[str]]:
         """Cut the model into stages and give this rank's stages their weights; the groups of tied parameters."""
-        model, split = apply_plan_split(unwrap_ddp(model, self.grid), self._plan, options.split)
-        cut, stages = partition(model, self.table.stages, split), self.table.placement.stages_of(self.rank)
+        model, stages = unwrap_ddp(model, self.grid), self.table.placement.stages_of(self.rank)
+        self.vocabulary: SpreadVocabulary | None = None
+        """This rank's rows of the embedding and the head, if the schedule spreads them over the ranks."""
+        spread = find_spread_ends(self.table)
+        if any(spread):
+            data.refuse_spread(options, mesh=self.grid is not None, graphs=self.graphs)
+            cut = self._cut_between_ends(model, options.split, *spread)
+        else:
+            model, split = apply_plan_split(model, self._plan, options.split)
+            cut = partition(model, self.table.stages, split)
         for index in stages:
             if cut.parts[index] is None:
                 raise ScheduleError(f"rank {self.rank} holds stage {index}, but the mapping of modules has none for it")
@@ -295,13 +314,48 @@ class Pipeline:
         self.partition: Partition = recompute_stages(cut, self._plan, options.recompute)
         return tied
 
+    def _cut_between_ends(self, model: Any, split: Any, embedding: bool, head: bool) -> Partition:
+        """Cut the layers between the ends that are spread over the ranks into stages, and take this rank's rows of the ends."""
+        model, split, ends = take_ends(model, split, self._plan, self.table.stages, embedding=embedding, head=head)
+        if head and self.loss.find_token_entropy() is None:
+            raise ScheduleError(
+                "the head is spread over the ranks, which compute the loss together: give loss_fn=TokenCrossEntropy() or "
+                "torch.nn.functional.cross_entropy, without other options than ignore_index"
+            )
+        cut = partition(model, self.table.stages, split, without=ends.names)
+        members: dict[str, Any] = {"group": self.group, "rank": self.rank, "deadline": self.deadline}
+        self.vocabulary = SpreadVocabulary(ends, self.loss.find_token_entropy() if head else None, self.table, **members)
+        return cut
+
+    def _share_state(self) -> tuple[SharedParameters, RunningStatistics]:
+        """Agree with the other ranks of the pipeline on parameters, buffers and norm layers that several of them hold."""
+        self._names = None
+        shared = SharedParameters(
+            self.partition,
+            self._tied,
+            self.local_parameters(),
+            self.gather,
+            rank=self.rank,
+            identify=self.group.ident,
+            parallel=self.group.parallel,
+            sums_apart=self.data.dtype is not None,
+            outside=None if self.vocabulary is None else self.vocabulary.places(),
+        )
+        self._names = set(shared.place)
+        start_buffers_equal(self._modules, self.table.placement, self.gather)
+        return shared, RunningStatistics(self._modules, self.table.placement, self.gather)
+
+    @property
+    def _modules(self) -> dict[int, nn.Module]:
+        return {index: stage.module for index, stage in self.stages.items()}
+
     def _set_merged(self, whole: Mapping[int, str]) -> None:
         """Note which stages run their backward whole although the schedule splits it, and warn of what that costs."""
         self.merged: MergedBackward | None = predict_merged_backward(self.table, self.unsplit, self._plan, whole)
         if self.merged is not None and self.rank == 0:
             logger.warning("%s", self.merged)
 
-    def _agree(self, measures: bool) -> tuple[tuple[int, ...], bool, bool]:
+    def _agree(self, goes_on: bool) -> tuple[tuple[int, ...], bool, bool]:
         """Check that all ranks got the same arguments.
 
         Returns the stages that cannot split their backward, whether ranks share modules, and whether any rank measures its steps.
@@ -314,12 +368,13 @@ class Pipeline:
             "loss_reduction": self.loss.reduction,
             "seed": self.seed,
             "slice_lengths": None if self._cutter is None else self._cutter.fixed_lengths,
+            "on_loss": "take-over" if goes_on else "raise",
         }
         unable = [stage for stage, part in self.stages.items() if not part.splits]
         modules = {self.group.ident(module) for stage in self.stages.values() for module in stage.module.modules()}
         last = self.stages.get(self.table.stages - 1)
         lost = None if last is None else self.loss.find_outside_parameter(last.module)
-        everyone = self.gather_all("Pipeline", (arguments, unable, modules, lost, measures))
+        everyone = self._gather_whole("Pipeline", (arguments, unable, modules, lost, bool(self._callbacks)))
         first = everyone[0][0]
         for *_, lost, _ in everyone:
             if lost is not None:
@@ -345,10 +400,17 @@ class Pipeline:
 
     def gather_all(self, name: str, value: Any) -> list[Any]:
         """All-gather a value over all ranks of the mesh, or of the pipeline if there is no mesh."""
+        return self._gather_whole(name, value) if self.recovery is None else self._gather_survivors(self.recovery, name, lambda: value)
+
+    def _gather_whole(self, name: str, value: Any) -> list[Any]:
         return self.gather(name, value) if self.grid is None else self.grid.whole.gather(self.grid.whole.rank, name, value, self.deadline)
 
+    def _gather_survivors(self, recovery: Recovery, name: str, read: Callable[[], Any]) -> list[Any]:
+        """Make a call that consists of one exchange between all ranks; `read` returns this rank's value, again after each loss."""
+        return recovery.run(lambda: recovery.decide(name, read(), do_nothing, lambda values: values))
+
     def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this rank's stages under the model's own names, each once."""
+        """The parameters of this rank's stages under the model's own names, each once, and its rows of a spread vocabulary."""
         seen: set[int] = set()
         for index in self.stages:
             part = self.partition.parts[index]
@@ -362,9 +424,11 @@ class Pipeline:
                         "create the pipeline after the model has all its parameters"
                     )
                 yield name, parameter
+        if self.vocabulary is not None:
+            yield from self.vocabulary.named_parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this rank's stages that it updates, under the model's own names.
+        """The parameters of this rank's stages that it updates, under the model's own names, and its rows of a spread vocabulary.
 
         A parameter that is the same object on several ranks, because virtual ranks share a model, is updated by the first of them only.
         """
@@ -381,6 +445,10 @@ class Pipeline:
             )
         return iter(parameters)
 
+    def gather_vocabulary(self) -> dict[str, Tensor]:
+        """The whole parameters of the layers that are spread over the ranks, by name, on every rank; called on all ranks."""
+        return {} if self.vocabulary is None else self.vocabulary.gather_weights(self.gather)
+
     def __deepcopy__(self, memo: Any) -> Any:
         raise CopyError(_NO_COPY)
 
@@ -396,20 +464,138 @@ class Pipeline:
         key = "" if schedule is None else identify_schedule(schedule), count, training
         executor = self._executors.get(key)
         if executor is None:
-            semantics = "rendezvous" if self.group.rendezvous else "channels"
-            if training:
-                table = self.table if schedule is None else add_moves(schedule, self.offload)
-                program = build_training_program(table, count, self.unsplit, semantics, self.data.shard)
-            else:
-                program = forward_program(self.table, count, semantics, self.data.shard)
+            program = self._build_program(count, training, self.table if schedule is None else add_moves(schedule, self.offload))
             self.data.check_program(program)
-            options: dict[str, Any] = {"overlap": self.overlap, "number": self.number, "graphs": self.graphs}
+            options: dict[str, Any] = {"overlap": self.overlap, "number": self.number, "graphs": self.graphs, "host": self._host}
             loss = self.loss if self._cutter is None else self._cutter.loss
             parts: dict[str, Any] = {"loss": loss, "group": self.group, "data": self.data, "statistics": self.statistics}
+            parts["vocabulary"] = self.vocabulary
             executor = Executor(program, self.rank, self.stages, deadline=self.deadline, **parts, **options)
             self.group.open((*executor.links.inboxes, *executor.links.outboxes), self.deadline)
             self._executors[key] = executor
         return executor
+
+    def _build_program(self, count: int, training: bool, table: Table) -> Program:
+        """The program of a step with this many microbatches per replica, proved for the transport."""
+        semantics = "rendezvous" if self.group.rendezvous else "channels"
+        if self.joint is None:
+            if training:
+                return build_training_program(table, count, self.unsplit, semantics, self.data.shard)
+            return forward_program(self.table, count, semantics, self.data.shard)
+        total = count * self.joint.survivors.data
+        if not training:
+            return forward_program(self.joint.take_over(self.table).schedule, total, semantics)
+        joint = self.joint.take_over(rebuild_table(table, count)).schedule
+        return build_training_program(joint, total, self.unsplit, semantics, reduce_at_end=True)
+
+    # Losses of ranks --------------------------------------------------------------------------------------------------
+
+    def _allow_losses(self, options: GroupOptions, goes_on: bool, returns: bool) -> None:
+        """Prepare for losses of ranks, if the others go on; `returns` says that this process takes the place of a lost one."""
+        self.recovery: Recovery | None = None
+        """Makes calls again when ranks are lost, if the others go on without them."""
+        self.joint: JointPipeline | None = None
+        """All ranks that are left as one pipeline, while any rank is lost."""
+        self._postponed_inputs: list[tuple[StepInput, int]] = []
+        """The inputs of the steps that have not finalized their gradients, and how many steps came before each, if ranks may be lost."""
+        self._before_postponed: GradientBackup | None = None
+        """The gradients before these steps."""
+        if self.grid is not None and goes_on:
+            if self.data.has_shards:
+                options.refuse_shards(self.grid)
+            self.recovery = Recovery(self.grid.whole, self.deadline, self._regroup)
+            self.grid.whole.allow_losses()
+            if returns:
+                self._calls = max(self.recovery.join(0))
+
+    def _regroup(self) -> None:
+        """Go on with the ranks that are left, or with all of them if only a connection was lost."""
+        self._set_groups()
+        if self.joint is None:
+            self.statistics = RunningStatistics(self._modules, self.table.placement, self.gather)
+        else:
+            replicas, placement = self.joint.survivors.data, self.joint.take_over(self.table).schedule.placement
+            self.statistics = RunningStatistics(self._modules, placement, self.gather, counts=lambda number: number % replicas == 0)
+            if self.rank == 0:
+                logger.warning("%s", self.joint.describe(self.table))
+        self._repeat_postponed()
+
+    def _set_groups(self) -> None:
+        """Use the groups of the ranks that are there now, and forget everything that belongs to others."""
+        assert self.grid is not None
+        self._executors.clear()
+        self._clocks = None
+        if self._meter is not None:
+            self._meter.forget_ranks()
+        self.shared.forget()
+        if self.grid.has_lost:
+            self._refuse_lost_shards()
+            splits = not self.unsplit and not self._whole
+            self.joint = JointPipeline(self.grid, self._plan, split=splits, deadline=self.deadline)
+            self.group, self.rank = self.joint.group, self.joint.rank
+            self.data.regroup(self.grid.join_peers())
+        else:
+            self.group, self.rank, self.joint = self.grid.pipe, self.grid.pipe.rank, None
+            self.data.regroup(self.grid.data)
+
+    def _refuse_lost_shards(self) -> None:
+        """Refuse to go on if parts of parameters are lost, and say what would serve."""
+        if not self.data.has_shards:
+            return
+        assert self.grid is not None
+        mesh = self.grid
+        gone = [rank for rank in range(mesh.whole.ranks) if rank not in mesh.whole.members]
+        named = []
+        for rank in gone:
+            stages = ", ".join(map(str, self.table.placement.stages_of(mesh.locate(rank)[0])))
+            named.append(f"{mesh.whole.describe_rank(rank)} with its shards of stage {stages}")
+        raise PipelineError(
+            f"lost: {'; '.join(named)}. {mesh.describe_shards()} Start again from the last checkpoint. Stages that every data rank holds "
+            "in full, without shard= and fully_shard, can go on after a loss"
+        )
+
+    def _repeat_postponed(self) -> None:
+        """Run the steps again that have not finalized their gradients, because those of the lost ranks are lost."""
+        if not self._postponed_inputs:
+            return
+        assert self.recovery is not None
+        assert self._before_postponed is not None
+        self._before_postponed.restore()
+        steps, postponed, buffers = self.steps, self.postponed_steps, BufferBackup()
+        buffers.take(stage.module for stage in self.stages.values())
+        try:
+            with self.recovery.repeat():
+                for feed, step in self._postponed_inputs:
+                    self.steps = step
+                    self._run_once(feed.renew(), training=True)
+        finally:
+            self.steps, self.postponed_steps = steps, postponed
+            buffers.restore()
+
+    def readmit_ranks(self) -> None:
+        """Let in the processes that wait in the place of lost ranks, once there is one for each. `Checkpoints` calls this after a save.
+
+        The state of this rank must be that of the last checkpoint, which the others load.
+        """
+        if self.recovery is not None and not self.recovery.alone and self.joint is not None and not self.postponed_steps:
+            self.recovery.run(self._readmit)
+
+    def _readmit(self) -> None:
+        assert self.recovery is not None
+        assert self.grid is not None
+        whole = self.grid.whole
+        waiting = whole.gather(whole.rank, "returning ranks", whole.list_returning(), self.deadline)[0]
+        if {*whole.members, *waiting} != set(range(whole.ranks)):
+            self.recovery.decide("no rank returns", None, do_nothing, lambda _: None)
+            return
+        whole.readmit(waiting, self.deadline)
+        self._set_groups()
+        self._agree(goes_on=True)
+        self.data.start()
+        self.shared, self.statistics = self._share_state()
+        self.recovery.let_in(self._calls)
+        if whole.rank == whole.members[0]:
+            logger.warning("%s came back", " and ".join(map(whole.describe_rank, waiting)))
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -487,13 +673,24 @@ class Pipeline:
         return take(*arguments)
 
     @report_refusal
-    def _prepare(self, feed: StepInput, training: bool, measured: bool) -> Executor:
-        """Do everything that can refuse a step before it runs, and return its executor."""
-        if self.data.active:
-            self.data.agree(feed, "step" if training else "eval_step")
+    def _prepare(self, feed: StepInput, training: bool, measured: bool) -> tuple[Executor, StepInput]:
+        """Do everything that can refuse a step before it runs, and return its executor, and its input, of all replicas after a loss."""
+        count, name = feed.microbatches, "step" if training else "eval_step"
+        if self.vocabulary is not None:
+            self._refuse_spread("eval_step and infer run", allowed=training)
+            self.vocabulary.begin_step(feed, self.loss.find_token_entropy(), flat=not isinstance(self.loss.fn, TokenCrossEntropy))
+        feed.tokens = feed.total if self.batches.weight and feed.targets is not None else None
+        if self.recovery is not None:
+            feed.step = self.steps
+        if self.seed is not None:
+            feed.seed, feed.first = f"{self.seed}/{self.steps}", self.data.rank * len(feed.args)
+        if self.joint is not None:
+            feed = self.joint.agree(feed, name, self.table if feed.schedule is None else feed.schedule, self.data)
+        elif self.data.active:
+            self.data.agree(feed, name)
         else:
             feed.normalise(feed.total)
-        executor = self._executor(feed.microbatches, training, feed.schedule)
+        executor = self._executor(count, training, feed.schedule)
         feed.share.records = self.record
         executor.recording = self.record or measured
         feed.share.call = self._calls
@@ -502,19 +699,40 @@ class Pipeline:
         self.group.enter(self.rank, self.deadline)
         if self.group.direct:
             self.group.agree(executor.links.number, self._looks(feed), self.deadline)
-        return executor
+        return executor, feed
+
+    def _refuse_spread(self, what: str, *, allowed: bool = False) -> None:
+        """Refuse a call that needs whole ends of the model, if the schedule spreads any over the ranks."""
+        if self.vocabulary is not None and not allowed:
+            raise ScheduleError(
+                f"{what} the whole model, but its vocabulary is spread over the ranks for training: use a pipeline without the pass "
+                "'vocabulary', with the weights of gather_vocabulary()"
+            )
 
     def _run(self, feed: StepInput, training: bool, meter: StepMeter | None = None) -> StepResult:
+        """Run a step; if ranks are lost in it, run it again with those that are left."""
+        if self.recovery is None:
+            return self._run_once(feed, training, meter)
+        self.recovery.alone = False
+        feed.note_versions()
+        if training and not feed.share.finalizes and not self.postponed_steps:
+            self._before_postponed = GradientBackup.take(parameter for _, parameter in self.local_parameters())
+        result = self.recovery.run(lambda: self._run_once(feed.renew(), training, meter))
+        if training and feed.share.finalizes:
+            self._postponed_inputs, self._before_postponed = [], None
+        elif training:
+            self._postponed_inputs.append((feed, self.steps - 1))
+        return result
+
+    def _run_once(self, feed: StepInput, training: bool, meter: StepMeter | None = None) -> StepResult:
         if meter is not None:
             meter.begin()
         elif self._meter is not None:
             self._meter.pause()
-        executor = self._prepare(feed, training, meter is not None)
-        if self.seed is not None:
-            feed.seed, feed.first = f"{self.seed}/{self.steps}", self.data.rank * len(feed.args)
+        executor, feed = self._prepare(feed, training, meter is not None)
         try:
             with nullcontext() if feed.seed is None else preserve_random_state():
-                shares = self._train(executor, feed, meter) if training else self._evaluate(executor, feed)
+                return self._train(executor, feed, meter) if training else self._evaluate(executor, feed)
         except BaseException as error:
             try:
                 if isinstance(error, PipelineError) or not isinstance(error, Exception):
@@ -525,13 +743,12 @@ class Pipeline:
                 raise self.group.report_failure(self.rank, headline, error) from error
             finally:
                 executor.activity.stop()
-        recorded = self._gather_timeline(executor) if self.record else None
-        result = StepResult(shares, partial(mb.merge_outputs, dim=self.batches.out_dim), recorded)
-        if self.data.ranks > 1:
-            result.loss = self.data.sum_values({"loss": result.loss})["loss"]
-        if meter is not None:
-            meter.end(self.steps, shares, result.loss)
-        return result
+                self.abandon_collectives()
+
+    def abandon_collectives(self) -> None:
+        """Leave the collectives of a spread vocabulary after a failure, which every rank raises; the next step starts anew."""
+        if self.vocabulary is not None:
+            self.vocabulary.abandon()
 
     def _looks(self, feed: StepInput) -> list[str]:
         """Everything that the shapes and types of this rank's messages can depend on."""
@@ -540,7 +757,7 @@ class Pipeline:
         leaves = pytree.tree_leaves((feed.args, kwargs, trained, list(find_autocast().items())))
         return [f"{leaf.dtype}{list(leaf.shape)}{leaf.requires_grad}" if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
 
-    def _train(self, executor: Executor, feed: StepInput, meter: StepMeter | None) -> list[ResultShare]:
+    def _train(self, executor: Executor, feed: StepInput, meter: StepMeter | None) -> StepResult:
         parameters = list(self.local_parameters())
         for stage in self.stages.values():
             stage.refresh()
@@ -554,6 +771,7 @@ class Pipeline:
         sums, folds = self.shared.active or self.data.active, self.statistics.gathers or bool(executor.compute.unordered)
         alone = len(feed.args) == 1 and self.data.ranks == 1 and not self.shared.active
         self._hooked.begin(parameters, alone=alone)
+        undo = partial(self._undo_step, backup)
         try:
             if self.shared.active or self.shared.one_object:
                 self.shared.begin(parameters, self.gather)
@@ -564,30 +782,106 @@ class Pipeline:
             share.restore_order()
             if sums:
                 self._sum_gradients(parameters, feed.share.finalizes)
-            folded = self.statistics.fold(self.gather) if folds else ()
+            folded = self.statistics.fold(self.gather) if folds else []
             if meter is not None:
-                share.times = meter.take_times(executor, feed.total if self.batches.weight and feed.targets is not None else None)
+                share.times = meter.take_times(executor, feed.tokens)
             share.whole = {index: stage.whole for index, stage in self.stages.items() if stage.whole is not None}
-            shares = check_same_step(self.gather("step", share), self.group.describe_rank)
-            if self.group.direct:
-                executor.links.settle_sends()
-            self._note_whole_backwards(shares)
+            shares = self._gather_shares("step", share)
             if folded:
                 write_statistics(folded)
+            complete = partial(self._complete_step, executor, shares, finalizes=feed.share.finalizes, meter=meter)
+            if self.recovery is not None:
+                return self._commit_step(self.recovery, executor, shares, undo, complete)
         except BaseException:
-            self.statistics.reset()
-            self.data.reset()
-            self.shared.reset()
-            self._buffers.restore()
-            backup.restore()
+            if self.recovery is None or not self.recovery.is_prepared:
+                undo()
             raise
+        return complete(None, None)
+
+    def _commit_step(
+        self,
+        recovery: Recovery,
+        executor: Executor,
+        shares: list[ResultShare],
+        undo: Callable[[], None],
+        complete: Callable[..., StepResult],
+    ) -> StepResult:
+        """Decide a training step together with all ranks of the mesh, of which some may be lost."""
+        if self.joint is None and self.data.replicated.has_buffers:
+            self.data.copy_buffers()  # now, because the first data rank, which has the values that count, may be lost later
+        recorded = self._gather_timeline(executor) if self.record else None
+        return recovery.decide("commit", self._sum_losses(shares), undo, partial(complete, recorded))
+
+    def _undo_step(self, backup: GradientBackup) -> None:
+        """Restore everything as it was before a training step that has failed."""
+        self.statistics.reset()
+        self.data.reset()
+        self.shared.reset()
+        self._buffers.restore()
+        backup.restore()
+
+    def _complete_step(
+        self,
+        executor: Executor,
+        shares: list[ResultShare],
+        recorded: Callable[[], Timeline] | None,
+        losses: Sequence[dict[int, Tensor | None]] | None,
+        *,
+        finalizes: bool,
+        meter: StepMeter | None,
+    ) -> StepResult:
+        """Note that a training step has succeeded on all ranks; `losses` are what each rank knows of all replicas, if ranks may be lost."""
+        if self.group.direct:
+            executor.links.settle_sends()
+        self._note_whole_backwards(shares)
         self._buffers.settle()
-        if sums:
+        if self.shared.active or self.data.active:
             self.data.settle()
             self.shared.settle()
         self.steps += 1
-        self.postponed_steps = 0 if feed.share.finalizes else self.postponed_steps + 1
+        self.postponed_steps = 0 if finalizes else self.postponed_steps + 1
+        result = self._build_result(executor, shares, recorded, losses)
+        if meter is not None:
+            meter.end(self.steps, shares if self.joint is None else self.joint.keep_own(shares), result.loss)
+        return result
+
+    def _gather_shares(self, name: str, share: ResultShare) -> list[ResultShare]:
+        """The shares of all ranks, which must have run the same step."""
+        shares = self.gather(name, share)
+        check_same_step(shares if self.joint is None else self.joint.keep_own(shares), self.group.describe_rank)
         return shares
+
+    def _sum_losses(self, shares: list[ResultShare]) -> dict[int, Tensor | None]:
+        """The loss of each replica that this rank knows, by its number: its own, and after a loss all."""
+        if self.joint is None:
+            return {self.data.rank: self._make_result(shares).loss}
+        replicas = range(self.joint.survivors.data)
+        return {replica: self._make_result(self.joint.take_replica(shares, replica)).loss for replica in replicas}
+
+    def _make_result(self, shares: Sequence[ResultShare], recorded: Callable[[], Timeline] | None = None) -> StepResult:
+        return StepResult(shares, partial(mb.merge_outputs, dim=self.batches.out_dim), recorded)
+
+    def _build_result(
+        self,
+        executor: Executor,
+        shares: list[ResultShare],
+        recorded: Callable[[], Timeline] | None,
+        losses: Sequence[dict[int, Tensor | None]] | None,
+    ) -> StepResult:
+        """The result of a step, the same on all ranks of a pipeline; the loss is that of all replicas."""
+        if losses is None:
+            result = self._make_result(shares, self._gather_timeline(executor) if self.record else None)
+            if self.data.ranks > 1:
+                result.loss = self.data.sum_values({"loss": result.loss})["loss"]
+            return result
+        result = self._make_result(shares if self.joint is None else self.joint.take_replica(shares, self.joint.replica), recorded)
+        known = {replica: loss for by_replica in reversed(losses) for replica, loss in by_replica.items()}
+        total: Tensor | None = None
+        for _, loss in sorted(known.items()):
+            total = loss if total is None else total if loss is None else total + loss
+        result.loss = total
+        result.lost = None if self.joint is None else self.joint.describe(self.table)
+        return result
 
     def _note_tied(self) -> None:
         """Tell each stage which of its parameters other stages use too."""
@@ -600,7 +894,8 @@ class Pipeline:
         """Sum the gradients over data ranks and copies of a parameter, or leave that to a later step."""
         if finalizes:
             self.data.finish(self.shared.ids(parameters))
-            self.shared.sum_gradients(parameters, self.gather, self.data.take_sum)
+            gather = self.gather if self.joint is None else self.joint.gather_columns
+            self.shared.sum_gradients(parameters, gather, self.data.take_sum)
         else:
             self.data.postpone()
             self.shared.postpone(parameters, self.gather)
@@ -612,7 +907,7 @@ class Pipeline:
             self._whole = whole
             self._set_merged(whole)
 
-    def _evaluate(self, executor: Executor, feed: StepInput) -> list[ResultShare]:
+    def _evaluate(self, executor: Executor, feed: StepInput) -> StepResult:
         modes = [(module, module.training) for stage in self.stages.values() for module in stage.module.modules()]
         if self._shares_modules:
             self.gather("modes", None)  # no rank changes a module's mode before all have noted it
@@ -621,11 +916,16 @@ class Pipeline:
                 module.training = False
             with torch.no_grad():
                 share = executor.run(feed)
+            share.restore_order()
             self.data.finish_evaluation()
-            shares = check_same_step(self.gather("eval_step", share), self.group.describe_rank)
+            shares = self._gather_shares("eval_step", share)
             if self.group.direct:
                 executor.links.settle_sends()
-            return shares
+            if self.recovery is None:
+                return self._build_result(executor, shares, None, None)
+            recorded = self._gather_timeline(executor) if self.record else None
+            complete = partial(self._build_result, executor, shares, recorded)
+            return self.recovery.decide("evaluated", self._sum_losses(shares), do_nothing, complete)
         except BaseException:
             self.data.reset()
             raise
@@ -645,9 +945,17 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most `max_norm`; returns the norm before. Tied ones count once."""
         self._check_finalized("clip_grad_norm_")
-        norm = clip_grad_norm(max_norm, norm_type, self.local_parameters(), self.shared, data=self.data, gather=self.gather)
+        options: dict[str, Any] = {"parameters": list(self.local_parameters()), "shared": self.shared, "data": self.data}
+        gather = self.gather if self.recovery is None else partial(self._gather_norms, self.recovery)
+        norm = clip_grad_norm(max_norm, norm_type, **options, gather=gather)
         self._deliver_metrics(norm)
         return norm
+
+    def _gather_norms(self, recovery: Recovery, name: str, norms: dict[Any, Tensor]) -> list[dict[Any, Tensor]]:
+        """All-gather of the norms of gradients, which data ranks have in common: the first of those that are left sends its own."""
+        grid = self.grid
+        assert grid is not None
+        return self._gather_survivors(recovery, name, lambda: norms if grid.join_peers().rank == 0 else {})
 
     def flush_metrics(self) -> None:
         """Give the metrics of the last step to `on_step`, if that was not done yet. Call it after the last step if nothing clips."""
@@ -674,6 +982,9 @@ class Pipeline:
     def parity(self, *args: Any, target: Any = ABSENT, microbatches: int | None = None, stage_kwargs: StageKwargs | None = None) -> Parity:
         """Compare a step with the unpipelined model: the loss, every gradient, the norm, and all state. All is restored."""
         self._check_finalized("parity")
+        self._refuse_spread("parity runs")
+        if self.joint is not None:
+            raise PipelineError(f"parity compares a whole pipeline, but {self.joint.describe(self.table)}")
         batch = StepArguments(args, target, stage_kwargs or {})
         own = batch.copy()  # a stage may change its input in place
         feed = self._take_batch(self.batches.split, own.args, own.target, microbatches, own.stage_kwargs or None, False)
@@ -706,12 +1017,41 @@ class GroupOptions:
     mesh: Any
     transport: str
     deadline: float
+    on_loss: str | None
 
     def __post_init__(self) -> None:
+        if self.on_loss not in (None, "raise", "take-over"):
+            raise ScheduleError(f"on_loss must be 'raise' or 'take-over', got {self.on_loss!r}")
         deadline: Any = self.deadline
         if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not 0 < deadline < math.inf:
             raise ScheduleError(f"deadline must be a number of seconds above 0, got {deadline!r}: a large one if ranks may be slow")
         object.__setattr__(self, "deadline", float(deadline))
+
+    def allow_losses(self, mesh: PipelineMesh | None, table: Table) -> bool:
+        """Whether the others go on when a rank is lost; refused if they are told to but cannot."""
+        if self.on_loss == "raise" or (self.on_loss is None and (mesh is None or not mesh.whole.expects_losses)):
+            return False
+        why = None
+        if mesh is None or mesh.data.ranks == 1:
+            why = "only ranks along dp or dp_replicate of a mesh hold the same stages: give mesh= with one of these"
+        elif mesh.tensor.ranks > 1:
+            why = f"each rank of a tensor-parallel group of {mesh.tensor.ranks} holds a part that no other has: leave out tp"
+        elif table.slices > 1:
+            why = f"the {table.slices} slices of a sequence must stay on one rank: use a schedule without slices"
+        elif table.rows.is_kind(*SHARES).any():
+            why = "its share of the vocabulary is needed for every microbatch: use a schedule that keeps the vocabulary on one rank"
+        if why is not None and self.on_loss is not None:
+            raise ScheduleError(f"on_loss='take-over', but no other rank can run the microbatches of a lost one, because {why}")
+        return why is None
+
+    def refuse_shards(self, mesh: PipelineMesh) -> None:
+        """Refuse sharded stages if the others are told to go on when a rank is lost, rather than only allowed to."""
+        if self.on_loss == "take-over":
+            raise ScheduleError(
+                f"on_loss='take-over', but stages are sharded, and the shards of a lost rank are lost with it. {mesh.describe_shards()} "
+                "Leave out shard= and fully_shard, so that every data rank holds its stages in full, or leave out on_loss and start again "
+                "from the last checkpoint after a loss"
+            )
 
 
 @dataclass(frozen=True)
@@ -721,6 +1061,20 @@ class DataOptions:
     shard: Sharding
     shard_pass: Shard
     accumulate_dtype: torch.dtype | None
+
+    def refuse_spread(self, model: ModelOptions, *, mesh: bool, graphs: bool) -> None:
+        """Refuse options that do not go with a vocabulary that is spread over the ranks, in one sentence each."""
+        reasons = {
+            "mesh": (mesh, "its rows are not shared with data-parallel ranks"),
+            "shard": (self.shard is not False, "its rows are sharded over the pipeline's ranks already"),
+            "accumulate_dtype": (self.accumulate_dtype is not None, "gradients of its rows are summed in their own type"),
+            "weights": (model.weights is not None, "its rows are taken from a model that has its values"),
+            "ties": (bool(model.ties), "its rows belong to one layer each"),
+            "graphs": (graphs, "collectives are joined by the host"),
+        }
+        for name, (is_given, reason) in reasons.items():
+            if is_given:
+                raise ScheduleError(f"{name}= does not go with a vocabulary that is spread over the ranks, because {reason}: leave one out")
 
 
 @dataclass(frozen=True)

@@ -133,5 +133,6 @@ class _RankQueue:
                 if not left:
                     break
             held += change
-            peak = max(peak, held)
+            if change > 0:
+                peak = max(peak, held)
         return weights

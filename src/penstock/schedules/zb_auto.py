@@ -13,8 +13,6 @@ from itertools import product
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from penstock.errors import ScheduleError
 from penstock.ir.codes import F, I, W
 from penstock.ir.costs import Costs
@@ -23,11 +21,15 @@ from penstock.text.units import parse_size
 
 
 def _stages(shape: Shape, costs: Costs) -> list[StageCosts]:
+
     names = ("f", "i", "w", "activation", "weight_stash")
     f, i, w, activation, stash = (costs.table(name, shape.ranks, shape.microbatches).tolist() for name in names)
-    sizes, (rank, _) = costs.table("output", shape.ranks, shape.microbatches), np.indices((shape.ranks, shape.microbatches))
-    after = np.minimum(rank + 1, shape.ranks - 1)
-    up, back = costs.travel(sizes, rank, after).tolist(), costs.travel(sizes, after, rank).tolist()
+    sizes, ends = (
+        costs.table("output", shape.ranks, shape.microbatches),
+        [(rank, min(rank + 1, shape.ranks - 1)) for rank in range(shape.ranks)],
+    )
+    up = [costs.travel(sizes[rank], rank, after).tolist() for rank, after in ends]
+    back = [costs.travel(sizes[rank], after, rank).tolist() for rank, after in ends]
     return [StageCosts(*of_stage) for of_stage in zip(f, i, w, up, back, activation, stash, strict=True)]
 
 

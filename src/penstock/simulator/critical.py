@@ -117,11 +117,15 @@ class _PathSearch:
     def _find_before_collective(self, node: int) -> tuple[str, int]:
         timeline = self.timeline
         start = timeline.collective_start[node]
-        if timeline.end[node] == start:
-            return "action", node
-        lane = timeline.flat.graph(timeline.costs).collective
+        graph = timeline.flat.graph(timeline.costs)
+        number = int(graph.meet[node])
+        joins = [node] if number < 0 else graph.join[graph.meet_at[number] : graph.meet_at[number + 1]].tolist()
+        for join in joins:
+            if timeline.end[join] == start:
+                return "action", join
+        lane = graph.collective
         before = np.flatnonzero((lane == lane[node]) & (timeline.collective_end == start))
-        before = before[before != node]
+        before = before[~np.isin(before, joins)]
         return "collective", int(before[np.argmin(timeline.collective_start[before])])
 
 

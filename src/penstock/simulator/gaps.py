@@ -26,7 +26,7 @@ class Gap:
 
     - `fill`: before the rank's first computation, and `drain`: after its last;
     - `waiting`: for `action` on `rank` to end;
-    - `communication`: for what `action` on `rank` sent, gathered or reduced, to arrive;
+    - `communication`: for what `action` on `rank` sent, gathered or reduced, to arrive, or for a collective of all ranks to end;
     - `memory`: for a slot of the channel that `action` is sent on, or, where `action` is a wait, for its buffers to be free;
     - `overhead`, if it was measured: all was there for `action`, and the rank had not begun it.
     """
@@ -42,15 +42,17 @@ class Gap:
             "fill": "the pipeline fills",
             "drain": "the pipeline drains",
             "waiting": f"waits for {self.action} on rank {self.rank}",
-            "communication": f"waits for the {'copy' if self._is_copy else 'message'} of {self.action} from rank {self.rank}",
+            "communication": self._describe_communication(),
             "memory": f"waits {'in' if self._is_wait else 'for a slot to send'} {self.action}",
             OVERHEAD: f"has all that {self.action} needs",
         }[self.cause]
         return f"{self.start:g} to {self.end:g}: {what}"
 
-    @property
-    def _is_copy(self) -> bool:
-        return self.action is not None and self.action.kind.is_copy
+    def _describe_communication(self) -> str:
+        if self.action is not None and self.action.kind.is_join:
+            return f"waits for {self.action} of all ranks"
+        is_copy = self.action is not None and self.action.kind.is_copy
+        return f"waits for the {'copy' if is_copy else 'message'} of {self.action} from rank {self.rank}"
 
     @property
     def _is_wait(self) -> bool:
@@ -106,6 +108,7 @@ def _list_simulated_causes(timeline: Timeline, node: int, start: float) -> Itera
         yield start, "memory", rows.action_of(node), int(graph.rank[node])
     elif not arrivals:
         last = max(gathers, key=lambda g: float(timeline.collective_end[g]), default=node)
+        yield from _list_late_joins(timeline, last)
         yield start, "communication", rows.action_of(last), int(graph.rank[last])
     else:
         message, sender = arrivals[0], int(graph.sender[arrivals[0]])
@@ -117,6 +120,20 @@ def _list_simulated_causes(timeline: Timeline, node: int, start: float) -> Itera
         yield float(timeline.end[computed]), "waiting", maker, source
         yield float(timeline.end[sender]), "memory", rows.action_of(blocked), source
         yield start, "communication", maker, source
+
+
+def _list_late_joins(timeline: Timeline, node: int) -> Iterator[Cause]:
+    """Until the last rank has joined the collective of all ranks that a node joins, if it does: the computation that kept it."""
+    graph, rows = timeline.flat.graph(), timeline.table.rows
+    number = int(graph.meet[node])
+    if number < 0:
+        return
+    joins = graph.join[graph.meet_at[number] : graph.meet_at[number + 1]].tolist()
+    latest = max(joins, key=lambda join: float(timeline.end[join]))
+    rank = int(graph.rank[latest])
+    kept_by = next((n for n in range(latest, int(graph.bounds[rank]) - 1, -1) if timeline.computes[n]), None)
+    if kept_by is not None and rank != int(graph.rank[node]):
+        yield float(timeline.end[latest]), "waiting", rows.action_of(kept_by), rank
 
 
 # Measured times follow from each other only nearly ---------------------------------------------------------------------

@@ -13,8 +13,10 @@ from penstock.ir.kind import COPIES, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Floats
 
-_TIMED = {Kind.F: "f", Kind.I: "i", Kind.W: "w", Kind.B: "b", Kind.UNSHARD: "unshard", Kind.REDUCE_GRAD: "reduce"}
-"""The kinds of actions that take time, and their names in `Costs`."""
+_BESIDE = {Kind.UNSHARD: "unshard", Kind.REDUCE_GRAD: "reduce", Kind.BROADCAST: "broadcast", Kind.COMBINE: "combine"}
+"""The kinds of actions that start a collective, and their names in `Costs`."""
+_TIMED = {Kind.F: "f", Kind.I: "i", Kind.W: "w", Kind.B: "b", Kind.S: "s", Kind.T: "t", **_BESIDE}
+"""All kinds of actions that take time."""
 
 
 def measure_costs(program: Program, start: Floats, end: Floats, under_way: Floats, collective: Floats) -> Costs:
@@ -28,8 +30,7 @@ def measure_costs(program: Program, start: Floats, end: Floats, under_way: Float
     for rank, (low, _) in enumerate(pairwise(bounds)):
         for node, action in enumerate(program[rank], start=low):
             if action.kind in taken:
-                apart = action.kind in (Kind.UNSHARD, Kind.REDUCE_GRAD)
-                time = float(collective[node] if apart else end[node] - start[node])
+                time = float(collective[node] if action.kind in _BESIDE else end[node] - start[node])
                 taken[action.kind][action.stage] += [time] if time >= 0 else []
     measured: dict[str, Any] = {}
     for kind, name in _TIMED.items():

@@ -56,7 +56,8 @@ def _build(timeline: Timeline, changes: Changes, fixed: Floats, categories: Sequ
     rows = timeline.table.rows
     node, at_end, arrives = rows.group[changes.entry], changes.when == When.END, changes.when == When.ARRIVAL
     start = np.where(rows.is_kind(Kind.UNSHARD)[rows.heads], timeline.collective_start, timeline.start)
-    time = np.where(at_end, timeline.end[node], start[node])
+    end = np.where(rows.is_kind(Kind.COMBINE)[rows.heads], np.maximum(timeline.end, timeline.collective_end), timeline.end)
+    time = np.where(at_end, end[node], start[node])
     time[arrives] = timeline.arrive if arrives.any() else 0.0
     place = np.where(arrives, node * 4 - 1, node * 4 + 2 * at_end + (changes.size > 0))
     rank = rows.rank[changes.entry]

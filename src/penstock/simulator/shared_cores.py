@@ -33,7 +33,7 @@ class _SharedCores:
     def __init__(self, timeline: Timeline, cores: int) -> None:
         self.timeline, self.cores, self.now = timeline, cores, 0.0
         rows, messages = timeline.table.rows, timeline.messages
-        bounds = rows.group_offsets.tolist()
+        self.bounds = bounds = rows.group_offsets.tolist()
         self.nodes = [[node for node in range(low, high) if timeline.computes[node]] for low, high in itertools.pairwise(bounds)]
         self.place = [0] * timeline.ranks
         self.left: dict[int, float] = {}
@@ -48,6 +48,22 @@ class _SharedCores:
         for message, maker in enumerate(rows.group[messages.maker].tolist()):
             self.made_by.setdefault(maker, []).append(message)
         self.under_way: list[tuple[float, int]] = []
+        """When each message on its way arrives. The collectives of all ranks are numbered behind the messages."""
+        graph = timeline.flat.graph()
+        self.meet, self.absent = graph.meet, np.diff(graph.meet_at).tolist()
+        """The collective that each action joins, and how many ranks have yet to join each collective."""
+        self.meeting_takes = [
+            float(timeline.collective_end[join] - timeline.collective_start[join]) for join in graph.join[graph.meet_at[:-1]]
+        ]
+        self.meeting_ends = np.full(len(timeline.start), -1.0)
+        self.meeting_users: list[list[int]] = [[] for _ in self.absent]
+        self.meeting_free = 0.0
+        meetings = timeline.table.links.meetings
+        for user, number in zip(rows.group[meetings.user].tolist(), meetings.used.tolist(), strict=True):
+            self.meeting_users[number].append(user)
+            self.missing[user] += 1
+        for rank, low in enumerate(bounds[:-1]):
+            self._join(range(low, self.nodes[rank][0] if self.nodes[rank] else bounds[rank + 1]))
 
     def run(self) -> Timeline:
         self._begin()
@@ -61,7 +77,10 @@ class _SharedCores:
             if until_end <= until_message:
                 self._finish(min(self.left, key=self.left.__getitem__))
             else:
-                self.missing[self.users[heapq.heappop(self.under_way)[1]]] -= 1
+                arrived = heapq.heappop(self.under_way)[1]
+                users = [self.users[arrived]] if arrived < len(self.users) else self.meeting_users[arrived - len(self.users)]
+                for user in users:
+                    self.missing[user] -= 1
             self._begin()
         return self._build()
 
@@ -81,6 +100,20 @@ class _SharedCores:
         for message in self.made_by.get(node, ()):
             self.depart[message], self.arrive[message] = self.now, self.now + self.travel[message]
             heapq.heappush(self.under_way, (float(self.arrive[message]), message))
+        following = self.nodes[rank][self.place[rank]] if self.place[rank] < len(self.nodes[rank]) else self.bounds[rank + 1]
+        self._join(range(node + 1, following))
+
+    def _join(self, nodes: range) -> None:
+        """Join the collectives of all ranks among actions that compute nothing; the last rank to join starts one."""
+        for node in nodes:
+            number = int(self.meet[node])
+            if number < 0:
+                continue
+            self.absent[number] -= 1
+            if not self.absent[number]:
+                self.meeting_free = max(self.now, self.meeting_free) + self.meeting_takes[number]
+                self.meeting_ends[self.meet == number] = self.meeting_free
+                heapq.heappush(self.under_way, (self.meeting_free, len(self.users) + number))
 
     def _build(self) -> Timeline:
         """Actions that compute nothing take place at the end of the computation before them."""
@@ -92,7 +125,8 @@ class _SharedCores:
                     before = float(self.end[node])
                 else:
                     self.start[node] = self.end[node] = before
-        begins = np.where(timeline.collective_start < 0, -1.0, self.start)
+        takes = timeline.collective_end - timeline.collective_start
+        begins = np.where(self.meet >= 0, self.meeting_ends - takes, np.where(timeline.collective_start < 0, -1.0, self.start))
         times: dict[str, Any] = {"start": self.start, "end": self.end, "depart": self.depart, "arrive": self.arrive}
-        times |= {"collective_start": begins, "collective_end": begins + timeline.collective_end - timeline.collective_start}
+        times |= {"collective_start": begins, "collective_end": begins + takes}
         return replace(timeline, source=SHARED, held_by=np.zeros(0, dtype=np.int32), **times)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.ir.action import Action
 from penstock.ir.costs import Costs
-from penstock.ir.kind import COMPUTE, Kind
+from penstock.ir.kind import WORK, Kind
 from penstock.ir.rows import Flags, Floats
 from penstock.ir.table import Table
 from penstock.simulator.event_loops.flat import Flat, Messages
@@ -94,7 +94,7 @@ class Timeline:
     def computes(self) -> Flags:
         """The actions that are computation."""
         rows = self.table.rows
-        return rows.is_kind(*COMPUTE)[rows.heads]
+        return rows.is_kind(*WORK)[rows.heads]
 
     @cached_property
     def busy(self) -> Floats:

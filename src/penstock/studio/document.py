@@ -17,7 +17,7 @@ from penstock.ir.cluster import Device
 from penstock.ir.costs import Costs
 from penstock.ir.dependencies import Needs
 from penstock.ir.formats.json_form import FORMAT
-from penstock.ir.kind import Kind
+from penstock.ir.kind import SPREAD, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Rows
 from penstock.ir.table import Table
@@ -57,6 +57,11 @@ def document(
 
     `devices` are those of the ranks, if they are known.
     """
+    if table.rows.is_kind(*SPREAD).any():
+        raise ScheduleError(
+            "the page cannot time a vocabulary that is spread over the ranks: draw it as lines or as a figure, or open the schedule "
+            "without the pass 'vocabulary'"
+        )
     costs = Costs() if costs is None else costs
     costs.check(table.stages, table.units, table.ranks)
     check_costs(costs.to_json())

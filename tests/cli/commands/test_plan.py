@@ -132,6 +132,7 @@ def test_a_model_that_does_not_fit_is_a_finding(refused, profile, tmp_path):
         ((), "Missing option '-p' / '--ranks'"),
         (("-p", 2, "-m", 4), "give one model: --profile FILE or --transformer SIZES"),
         (("-p", 2, "-m", 4, "--profile", "p.json", "--transformer", TINY), "not both"),
+        (("-p", 2, "-m", 4, "--transformer", TINY, "--vocabulary", "all"), "--vocabulary: 'all' is not ends or spread"),
         (("-p", 2, "-m", 4, "--profile", "nowhere.json"), "--profile: there is no file nowhere.json"),
         (("-p", 2, "-m", 4, "--transformer", "layers 3"), "'layers 3' is not NAME=VALUE"),
         (("-p", 2, "-m", 4, "--transformer", "layers=3 layers=4"), "layers is given twice"),

@@ -97,6 +97,20 @@ def test_memory_limit_in_bytes(run, limit, code):
     assert run("verify", "gpipe", "-p", 2, "-m", 8, "--memory-limit", limit, "--activation", "2GiB").code == code
 
 
+@pytest.mark.parametrize(("first", "code"), [(2, 0), (1.5, 1)])
+def test_each_rank_has_the_memory_of_its_device(run, refused, tmp_path, first, code):
+    """1F1B on two ranks holds two activations on the first, and one on the second."""
+    ps.Cluster([ps.Device(memory=first), ps.Device(memory=1)]).save(tmp_path / "cluster.toml")
+    assert run("verify", "1f1b", "-m", 4, "--cluster", tmp_path / "cluster.toml").code == code
+    assert "3 ranks on a cluster of 2 devices" in refused(2, "verify", "1f1b", "-p", 3, "--cluster", tmp_path / "cluster.toml")
+    both = ("--memory-limit", 2, "--cluster", tmp_path / "cluster.toml")
+    assert "give one of the two: --memory-limit, or --cluster" in refused(2, "verify", "1f1b", *both)
+    ps.Cluster([ps.Device(), ps.Device()]).save(tmp_path / "cluster.toml")
+    assert "its devices have no memory" in refused(2, "verify", "1f1b", "--cluster", tmp_path / "cluster.toml")
+    ps.Cluster([ps.Device(memory="1GB")], size_unit="B").save(tmp_path / "cluster.toml")
+    assert "its memory is in bytes" in refused(2, "verify", "1f1b", "--cluster", tmp_path / "cluster.toml")
+
+
 @pytest.mark.parametrize(("limit", "host", "code"), [("3", "4", 0), ("3", "3", 1), ("2", "4", 1)])
 def test_host_memory_limit(run, refused, tmp_path, limit, host, code):
     options = ("--offload", 100, "--memory-limit", limit, "--host-memory-limit", host)

@@ -6,7 +6,7 @@ import copy
 import importlib
 import warnings
 from collections.abc import Sequence
-from types import SimpleNamespace
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -89,7 +89,7 @@ def test_waits_between_ranks(workers: Workers, name: str, defer_pp_recv: bool) -
 
 def train_per_edge(package: Package, name: str, modules: list[nn.Module], batch: Any) -> tuple[Outcome, list[bool]]:
     """Run a step with one communicator per pair of ranks and direction, which torch 2.15 has as a setting."""
-    settings: Any = importlib.import_module("torch.distributed.config") if VERSION >= (2, 15) else SimpleNamespace()
+    settings = importlib.import_module("torch.distributed.config").patch if VERSION >= (2, 15) else nullcontext
     seen: list[bool] = []
 
     class Asked(package.top.PipelineStage):  # type: ignore[misc,name-defined]
@@ -97,7 +97,7 @@ def train_per_edge(package: Package, name: str, modules: list[nn.Module], batch:
             super().__init__(*args, **kwargs)
             seen.append(self.p2p_per_edge)
 
-    with mock.patch.object(settings, "pipeline_per_edge_p2p", True, create=True), mock.patch.object(package.top, "PipelineStage", Asked):
+    with settings({"pipeline_per_edge_p2p": True}), mock.patch.object(package.top, "PipelineStage", Asked):
         return train(package, name, modules, [batch], 8, {}), seen
 
 

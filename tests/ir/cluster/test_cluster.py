@@ -179,6 +179,7 @@ def test_applied_costs_are_those_of_the_devices_and_links() -> None:
         ([Device(), Device(speed=[1, 2])], {}, ps.Placement.linear(2), r"per layer, and costs know only stages"),
         ([Device(), Device(speed={"f": 1, "i": 1, "w": 2})], {"b": 3}, ps.Placement.linear(2), r"give i and w instead of b"),
         ([FAST, SLOW], {"f": [1, 2, 3]}, ps.Placement.linear(2), r"3 values for 2 stages"),
+        ([FAST, SLOW], {"s": 0.5}, ps.Placement.linear(2), r"costs\.s and costs\.t are the same on every rank, but the devices differ"),
     ],
 )
 def test_costs_that_do_not_fit_the_cluster_are_refused(
@@ -258,3 +259,8 @@ def test_a_wrong_file_is_refused_by_name(text: str, reason: str, tmp_path: Path)
     path.write_text(text)
     with pytest.raises(FileFormatError, match=rf"cluster\.json: {reason}"):
         Cluster.load(path)
+
+
+def test_shares_of_a_vocabulary_are_as_fast_as_equal_devices() -> None:
+    costs = Cluster([Device(speed=2.0), Device(speed=2.0)]).apply(ps.Costs(s=1.0, t=0.5), ps.Placement.linear(2))
+    assert (costs.per_stage("s", 2), costs.per_stage("t", 2)) == ((0.5, 0.5), (0.25, 0.25))

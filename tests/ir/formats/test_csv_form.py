@@ -338,6 +338,8 @@ def test_every_kind_survives_a_file(tmp_path: Path) -> None:
         [
             [
                 "0UNSHARD",
+                "0S0",
+                "0COMBINE0",
                 "0F0",
                 "0SEND_F0",
                 "0F1",
@@ -350,6 +352,8 @@ def test_every_kind_survives_a_file(tmp_path: Path) -> None:
                 "0WAIT_SEND_F0",
                 "0RECV_B1",
                 "0B1",
+                "0BROADCAST1",
+                "0T1",
                 "0RESHARD",
                 "0REDUCE_GRAD",
                 "0WAIT_REDUCE_GRAD",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -130,8 +134,30 @@ def test_buffers_are_used_again() -> None:
             output = x.exp()
         there_and_back(saved)
         output.sum().backward()
+        memory.trim()
     assert memory.peak == 400
-    assert sum(len(free) for free in memory._free.values()) == 1
+    assert memory.kept == 400
+    memory.trim()
+    assert memory.kept == 0
+
+
+@given(st.lists(st.lists(st.sampled_from([100, 200, 300]), max_size=6), max_size=6), st.randoms(use_true_random=False))
+def test_buffers_of_the_last_step_are_kept_and_no_others(steps: list[list[int]], chance: Random) -> None:
+    """Each step takes buffers of these sizes, and gives some of them back in between: as many are kept as it had at once of each size."""
+    memory = HostMemory()
+    for sizes in steps:
+        taken: list[Tensor] = []
+        most: Counter[int] = Counter()
+        for size in sizes:
+            taken.append(memory.take(size, pinned=False)[0])
+            most |= Counter(buffer.numel() for buffer in taken)
+            if chance.random() < 0.5:
+                memory.give_back(taken.pop(chance.randrange(len(taken))), None)
+        for buffer in taken:
+            memory.give_back(buffer, None)
+        memory.trim()
+        assert memory.held == 0
+        assert Counter({size: len(free) for size, free in memory._free.items()}) == most
 
 
 def test_a_backward_before_its_reload_is_refused() -> None:

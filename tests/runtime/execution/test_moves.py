@@ -104,6 +104,28 @@ def test_a_pipeline_adds_copies_for_any_number_of_microbatches(choice: Any) -> N
             assert program.rows == ps.lower(ps.schedule("1f1b", ranks=3, microbatches=count), offload=offload).rows
 
 
+def test_batches_of_ever_new_shapes_and_counts_do_not_fill_the_host() -> None:
+    """Programs of different numbers of microbatches share the buffers; what a step does not need is dropped after it."""
+    schedule, model = ps.schedule("gpipe", ranks=2, microbatches=4), nn.Sequential(block(), block())
+
+    def on_rank() -> Any:
+        pipe = Pipeline(copy.deepcopy(model), schedule, loss_fn=functional.mse_loss, offload=True)
+        kept = []
+        for rows, count in ((3, 4), (3, 4), (3, 4), (5, 4), (5, 6), (3, 4)):  # the first step also copies inputs
+            batches = [torch.randn(rows, WIDTH) for _ in range(count)]
+            pipe.step_list(batches, batches)
+            moves = pipe._executor(count, True).compute.moves
+            kept.append((moves.memory.kept, sorted(id(buffer) for free in moves.memory._free.values() for buffer, _ in free)))
+        return kept
+
+    for _, (small, before), (again, after), (large, few), (more, many), (end, _) in launch(on_rank, 2):
+        assert small == again == end > 0
+        assert before == after
+        assert 3 * large == 5 * small
+        assert more > large
+        assert set(few) < set(many)
+
+
 def test_what_cannot_be_moved_by_a_pipeline_is_refused() -> None:
     schedule, model = ps.schedule("1f1b", ranks=3, microbatches=6), nn.Sequential(*(block() for _ in range(3)))
     moved = ps.lower(schedule, offload=100)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import penstock as ps
-from composition.parallel import Outcome, check, mesh_of, split_over
+from composition.parallel import Outcome, batch, check, mesh_of, perceptrons, split_over
 from models.tiny import VOCABULARY, llama
-from penstock.errors import PipelineError, ScheduleError
 from penstock.ir.kind import Kind
 from penstock.runtime import Checkpoints, Pipeline
 from penstock.runtime.launch.workers import Workers
@@ -51,7 +51,7 @@ def test_gloo(workers: Workers, name: str, offload: int | None) -> None:
     assert_within(model, wanted.grads, EXACT)
 
 
-@pytest.mark.parametrize(("shard", "offload"), [(False, None), (True, None), (False, 100)])
+@pytest.mark.parametrize(("shard", "offload"), [(False, None), (True, None), (False, 100), (True, 100)])
 def test_data_ranks_and_shards(workers: Workers, shard: bool, offload: int | None) -> None:
     """Two data ranks with other numbers of rows each; with FSDP2 and without, and with moves to the host."""
     model, x, y = decoder(4), words(7, 11), words(7, 11)
@@ -66,38 +66,53 @@ def test_data_ranks_and_shards(workers: Workers, shard: bool, offload: int | Non
     check(workers.run(train), whole(model, x, y))
 
 
-def test_moves_of_sharded_stages_are_refused(workers: Workers) -> None:
-    model, x = decoder(4), words(4, 6)
+@pytest.mark.parametrize(("name", "recompute"), [("interleaved-zb", False), ("interleaved-1f1b", True)])
+def test_moves_of_sharded_stages(workers: Workers, name: str, recompute: bool) -> None:
+    """The same numbers to the last bit, and as much on the host as without shards: gathered parameters never go there."""
+    schedule = ps.schedule(name, ranks=2, microbatches=4)
+    model, x, y = perceptrons(4), *batch(16)
 
-    def train() -> str:
-        pipe = Pipeline(
-            copy.deepcopy(model), schedule="gpipe", microbatches=4, loss_fn=mean_loss, mesh=mesh_of(pp=2, dp=2), shard=True, offload=100
-        )
-        with pytest.raises((ScheduleError, PipelineError), match=r"stage \d is sharded") as caught:
-            pipe.step(x, target=x)
-        return str(caught.value)
+    def train(shard: bool, offload: int | None) -> tuple[Outcome, int]:
+        mesh = mesh_of(pp=2, dp=2)
+        options: dict[str, Any] = {"loss_fn": functional.mse_loss, "mesh": mesh, "shard": shard, "recompute": recompute, "offload": offload}
+        pipe = Pipeline(copy.deepcopy(model), schedule, residency=1 if shard else None, **options)
+        mine, target = split_over(mesh, x, y, (8, 8))
+        for _ in range(2):  # parameters are gathered to other memory in the second step
+            for parameter in pipe.parameters():
+                parameter.grad = None
+            result = pipe.step(mine, target=target)
+        moves = pipe._executor(pipe.microbatches, True).compute.moves
+        return Outcome.of(pipe, result), 0 if moves is None else moves.memory.peak
 
-    assert all("leave out shard=True" in reason for reason in workers.run(train))
+    plain, moved, whole = (workers.run(train, options) for options in ((True, None), (True, 100), (False, 100)))
+    for (expected, _), (outcome, held), (_, unsharded) in zip(plain, moved, whole, strict=True):
+        assert outcome.loss is not None
+        assert expected.loss is not None
+        assert torch.equal(outcome.loss, expected.loss)
+        assert outcome.norm == expected.norm
+        assert held == unsharded
+    assert moved[0][1] > 0
 
 
-def test_transformers_models(workers: Workers) -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_transformers_models(workers: Workers, sharded: bool) -> None:
+    """Packed documents; also with FSDP2 over two data ranks and moves to the host."""
     model = llama()
     tokens = torch.randint(3, VOCABULARY, (4, 12))
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]]).expand(4, -1).contiguous()
-    batch = {"input_ids": tokens, "labels": tokens, "position_ids": positions}
+    rows = {"input_ids": tokens, "labels": tokens, "position_ids": positions}
 
-    def train() -> Any:
-        pipe = Pipeline(model, ps.schedule("seq1f1b", ranks=2, microbatches=2, slices=3))
-        return pipe.step(batch).loss, local_grads(pipe)
+    def train() -> Outcome:
+        mesh = mesh_of(pp=2, dp=2) if sharded else None
+        part = slice(None) if mesh is None else slice(2 * mesh["dp"].get_local_rank(), 2 * mesh["dp"].get_local_rank() + 2)
+        schedule = ps.schedule("seq-zb-h1", ranks=2, microbatches=2, slices=3)
+        pipe = Pipeline(copy.deepcopy(model), schedule, mesh=mesh, shard=sharded, offload=sharded)
+        return Outcome.of(pipe, pipe.step({name: value[part] for name, value in rows.items()}))
 
-    found, other = workers.run(train, ranks=2), copy.deepcopy(model)
-    loss = other(**batch, use_cache=False).loss
+    other = copy.deepcopy(model)
+    loss = other(**rows, use_cache=False).loss
     loss.backward()
-    grads = together([grads for _, grads in found], [name for name, _ in model.named_parameters()])
-    for name, parameter in model.named_parameters():
-        parameter.grad = grads[name]
-    torch.testing.assert_close(found[0][0], loss.detach(), rtol=1e-5, atol=0)
-    assert_within(model, other, 1e-5)
+    check(workers.run(train, ranks=4 if sharded else 2), Numbers(loss.detach(), [], gradients(other)), 1e-5)
 
 
 def test_checkpoints_hold_nothing_of_slices(workers: Workers, tmp_path: Path) -> None:

@@ -225,6 +225,7 @@ def test_a_missing_attribute_is_reported_with_the_version() -> None:
         check_private(torch.zeros(1), "_version", "_no_such")
 
 
+@pytest.mark.slow
 def test_importing_names_what_is_missing() -> None:
     """In copies of one process that has imported torch, each of which deletes a name first."""
     cases = [

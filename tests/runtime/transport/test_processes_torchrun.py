@@ -1,4 +1,4 @@
-"""Under `torchrun`, which has started the processes."""
+"""In processes that are there already: those of `torchrun`, and groups of some of them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+
+from penstock.errors import PenstockError
+from penstock.runtime import Pipeline
+from penstock.runtime.launch.workers import Workers
 
 pytestmark = pytest.mark.slow
 
@@ -112,37 +116,39 @@ def test_pipeline_and_launch(tmp_path: Path) -> None:
     assert_grads([grads for _, _, _, grads in found[0]["launched"]], wanted(whole(2), 5))
 
 
-def test_groups_of_a_device_mesh(tmp_path: Path) -> None:
+def test_groups_of_a_device_mesh(workers: Workers) -> None:
     """Two pipelines side by side, each on a row of the mesh and with data of its own; their gradients are averaged across.
 
     A group of processes will do as well; one that a process is not in, or a mesh of several dimensions, is refused.
     """
-    found = run(
-        """
+
+    def train() -> dict[str, Any]:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
+        def batch(seed: int) -> torch.Tensor:
+            torch.manual_seed(seed)
+            return torch.randn(10, 6).double()
+
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
         row = mesh["dp"].get_local_rank()
-        pipe = Pipeline(model(4), schedule="interleaved-zb", microbatches=4, loss_fn=functional.mse_loss, group=mesh["pp"])
+        pipe = Pipeline(whole(4), schedule="interleaved-zb", microbatches=4, loss_fn=functional.mse_loss, group=mesh["pp"])
         x = batch(10 + row)
         for _ in range(2):
             loss = pipe.step(x, target=x).loss
         for parameter in pipe.parameters():
             dist.all_reduce(parameter.grad, group=mesh["dp"].get_group())
-        refused = []
-        one = dist.new_group([1, 3])
-        for group in (mesh, one):
+        refused: list[Any] = []
+        for group in (mesh, dist.new_group([1, 3])):
             try:
-                pair = Pipeline(model(2), schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss, group=group)
+                pair = Pipeline(whole(2), schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss, group=group)
                 refused.append(float(pair.step(batch(2), target=batch(2)).loss))
             except PenstockError as error:
                 refused.append(str(error))
-        tell(rank=pipe.rank, row=row, loss=loss, grads=grads(pipe), refused=refused)
-        """,
-        4,
-        tmp_path,
-    )
+        grads = {name: parameter.grad for name, parameter in pipe.local_parameters()}
+        return {"rank": pipe.rank, "row": row, "loss": loss, "grads": grads, "refused": refused}
+
+    found = workers.run(train)
     assert [(told["row"], told["rank"]) for told in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert_grads([told["grads"] for told in found], wanted(whole(4), 10, 10, 11, 11))
     assert torch.equal(found[0]["loss"], found[1]["loss"])

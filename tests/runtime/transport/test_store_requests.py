@@ -102,10 +102,11 @@ def rank_of(ranks: int, store: Any) -> Any:
     """One rank as it is once all have met, without connections."""
     group = Processes.__new__(Processes)
     group.rank, group.ranks, group.names, group.subgroups, group.generation = 1, ranks, [], {}, 0
+    group.members, group.goes_on, group._connecting = range(ranks), False, None
     group._store, group._lock, group._activity, group.connection = store, threading.Lock(), Activity(), object()
     group.all_gather = type("Exchanges", (), {"number": 3, "drop": lambda self: None})()
     group.ends, group._devices = ChannelEnds(), None
-    group.board = FailureBoard(Prefixed("penstock/0", store), 1, ranks, Notices(store))
+    group.board = FailureBoard(Prefixed("penstock/0", store), 1, range(ranks), Notices(store))
     return group
 
 
@@ -123,7 +124,7 @@ def test_a_look_is_one_request_for_one_key(ranks: int, returned: bool) -> None:
         for other in (0, *range(2, ranks)):
             store.set(f"returned/{other}", b"")
             store.set("returned", b"")
-            FailureBoard(Prefixed("penstock/0", store), other, ranks, Notices(store)).post_return(3)
+            FailureBoard(Prefixed("penstock/0", store), other, range(ranks), Notices(store)).post_return(3)
     group._closing = Clock(12, lambda look: store.clear() if look == 2 else None)
     group._watch()
     assert (store.requests, store.keys) == ({"check": 10}, 10)
@@ -135,7 +136,7 @@ def test_a_look_is_one_request_for_one_key(ranks: int, returned: bool) -> None:
 def test_the_next_look_sees_it(ranks: int, what: str) -> None:
     store = CountingStore()
     group = rank_of(ranks, store)
-    other = FailureBoard(Prefixed("penstock/0", store), 0, 1, Notices(store))
+    other = FailureBoard(Prefixed("penstock/0", store), 0, range(1), Notices(store))
     group.board._compose = lambda failure: None
 
     def happen(look: int) -> None:
@@ -211,7 +212,7 @@ def test_a_leaving_rank_requests_three_keys(ranks: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "sleep", count)
-        group.board.wait_until_all_leave(60.0, lambda: group._has_any("ended"))
+        group.board.wait_until_all_leave(60.0, lambda: bool(group._list_ended()))
     assert looks[0] == 11
 
 
@@ -233,7 +234,7 @@ def test_a_notice_is_seen_once_by_each_reader_and_none_is_lost() -> None:
 
 def test_a_return_after_fewer_exchanges_counts_whichever_rank_arrived_first() -> None:
     store = PrefixStore("board", dist.HashStore())
-    boards = [FailureBoard(store, rank, 4, Notices(store)) for rank in range(4)]
+    boards = [FailureBoard(store, rank, range(4), Notices(store)) for rank in range(4)]
     assert boards[0].find_first_return() is None
     for rank, exchanges in ((2, 7), (1, 7), (3, 5), (0, 6)):
         boards[rank].post_return(exchanges)

@@ -16,7 +16,7 @@ from penstock.ir.costs import Costs
 from penstock.ir.kind import Kind
 from penstock.ir.table import Table
 from penstock.simulator.timeline import Timeline, Transfer
-from simulator.draws import contentions, copied, disturbed, real_costs, tables, timed
+from simulator.draws import contentions, copied, disturbed, real_costs, spread, tables, timed
 from simulator.interpreter import Message, Outcome, StuckError, interpret
 
 pytestmark = pytest.mark.slow
@@ -90,6 +90,11 @@ def test_equal_on_any_table(case: tuple[Table, Costs]) -> None:
 
 @given(copied())
 def test_equal_with_copies_to_the_host(case: tuple[Table, Costs]) -> None:
+    compare(*case)
+
+
+@given(spread())
+def test_equal_with_a_spread_vocabulary(case: tuple[Table, Costs]) -> None:
     compare(*case)
 
 

@@ -15,7 +15,7 @@ from penstock.ir.costs import Costs
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 from penstock.simulator.timeline import Timeline
-from simulator.draws import contentions, copied, costs, real_costs, some_eighths, tables, timed, zoo
+from simulator.draws import contentions, copied, costs, real_costs, some_eighths, spread, tables, timed, zoo
 from simulator.runs import run
 
 pytestmark = pytest.mark.slow
@@ -37,6 +37,11 @@ def test_plain_and_compiled_are_equal_to_the_last_bit(case: tuple[Table, Costs])
 @given(copied())
 def test_copies_to_the_host_too(case: tuple[Table, Costs]) -> None:
     run(case)
+    same(ps.simulate(*case, engine="plain"), ps.simulate(*case, engine="compiled"))
+
+
+@given(spread())
+def test_collectives_of_all_ranks_too(case: tuple[Table, Costs]) -> None:
     same(ps.simulate(*case, engine="plain"), ps.simulate(*case, engine="compiled"))
 
 

@@ -179,7 +179,15 @@ def plan(
         raise UsageError("--host-memory and --host-bandwidth are for plans that may move activations there: add --offload")
     options |= {"offload": offload, "host_memory": read_size("--host-memory", host_memory)}
     options |= {"host_bandwidth": read_rate("--host-bandwidth", host_bandwidth, in_bytes)}
-    options |= {"barrier": barrier, "split": split, "headroom": headroom, "seconds": seconds, "rounds": rounds, "seed": seed}
+    options |= {
+        "vocabulary": job.may_spread,
+        "barrier": barrier,
+        "split": split,
+        "headroom": headroom,
+        "seconds": seconds,
+        "rounds": rounds,
+        "seed": seed,
+    }
     options |= {"schedules": _read_names(schedules), "microbatch_sizes": read_counts("--microbatch-sizes", microbatch_sizes)}
     options |= {"slices": read_counts("--slices", slices), "slice_granularity": slice_granularity}
     with catch_interrupt() as stopped, show_planning(Units(model.time_unit, is_in_bytes(model, limit))) as tell:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import AsJson, TextOutput, read_size, text_option
+from penstock.cli.options import AsJson, ClusterFile, TextOutput, read_size, text_option
 from penstock.cli.output import deliver, show_steps
-from penstock.cli.sources import DeferReduceGradWait, LoweringOptions, MaxOutstandingSends, OffloadShare, ScheduleSource
+from penstock.cli.sources import DeferReduceGradWait, LoweringOptions, MaxOutstandingSends, OffloadShare, ScheduleSource, read_cluster
 from penstock.errors import UsageError, VerifyError
 from penstock.text.units import has_byte_unit
 
 if TYPE_CHECKING:
+    from penstock.ir.cluster import Cluster
     from penstock.ir.table import Table
     from penstock.verifier.proof import Proof
 
@@ -40,6 +42,7 @@ def verify(
     memory_limit: Annotated[
         str | None, text_option("The memory limit of each rank: in activations of a stage, or like 40GiB.", "SIZE", "--memory-limit")
     ] = None,
+    cluster: ClusterFile = None,
     host_memory_limit: Annotated[
         str | None, text_option("The same for activations that are moved to host memory.", "SIZE", "--host-memory-limit")
     ] = None,
@@ -58,7 +61,8 @@ def verify(
     """Prove that a program runs, or say why not.
 
     The proof is that the program cannot hang, drop work or overflow memory. If there is none, every reason is printed and the exit
-    code is 1. A NAME is lowered first; a FILE is checked as it is, even if actions are missing from it.
+    code is 1. A NAME is lowered first; a FILE is checked as it is, even if actions are missing from it. With --cluster, the limit of each
+    rank is the memory of its device.
 
     \b
     Examples:
@@ -68,8 +72,13 @@ def verify(
       penstock verify 1f1b -p 8 -m 32 --offload 100 --memory-limit 3 --host-memory-limit 8
       penstock verify program.csv --max-outstanding-sends 4
       penstock verify zbv -p 8 -m 32 --memory-limit 40GiB --activation 1.5GiB --weight-stash 800MiB
+      penstock verify 1f1b -m 32 --cluster cluster.toml --activation 1.5GiB
     """
     limits = _read_memory_limits(memory_limit, host_memory_limit, activation, weight_stash)
+    devices = read_cluster(cluster)
+    if devices is not None:
+        limits["memory_limit"] = _find_device_limits(devices, memory_limit, activation)
+        source = source if source.is_file else replace(source, ranks=source.ranks or len(devices))
     limits["max_outstanding_sends"] = max_outstanding_sends
     lowering = LoweringOptions(offload=offload, max_outstanding_sends=max_outstanding_sends, defer_reduce_grad_wait=defer_reduce_grad_wait)
     lowering.check()
@@ -82,6 +91,8 @@ def verify(
     with show_steps(1 + len(chosen)) as step:
         step("building")
         table = source.table(strict=False)
+        if devices is not None:
+            devices.check_ranks(table.ranks)
         table = table if source.is_file else lowering.lower(table)
         for name in chosen:
             step(f"proving, {name}")
@@ -105,6 +116,17 @@ def _read_memory_limits(limit: str | None, host_limit: str | None, activation: s
     options = {"activation": read_size("--activation", activation), "weight_stash": read_size("--weight-stash", weight_stash)}
     sizes: dict[str, Any] = {name: size for name, size in options.items() if size is not None}
     return {"costs": Costs(**sizes), **limits} if limits or sizes else {}
+
+
+def _find_device_limits(cluster: Cluster, limit: str | None, activation: str | None) -> tuple[float, ...]:
+    """The memory of each device; refuse another limit, and a cluster in bytes if activations are not in bytes."""
+    if limit is not None:
+        raise UsageError("give one of the two: --memory-limit, or --cluster with the memory of each device")
+    if cluster.memory_limit is None:
+        raise UsageError("--cluster: its devices have no memory, which is all that is checked here: give them one, or --memory-limit")
+    if cluster.size_unit == "B" and activation is None:
+        raise UsageError("--cluster: its memory is in bytes: give the bytes per stage and microbatch with --activation")
+    return cluster.memory_limit
 
 
 def _prove(table: Table, semantics: str, limits: dict[str, Any]) -> Proof | VerifyError:

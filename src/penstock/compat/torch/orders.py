@@ -33,7 +33,7 @@ from penstock.ir import codes
 from penstock.ir.action import Action, unpack_row
 from penstock.ir.dependencies import Needs
 from penstock.ir.formats.csv_form import split_slices, write_whole
-from penstock.ir.kind import COMPUTE, COPIES, RECEIVES, SEND_WAITS, SENDS, Kind
+from penstock.ir.kind import COMPUTE, COPIES, RECEIVES, SEND_WAITS, SENDS, SPREAD, Kind
 from penstock.ir.placement import Placement
 from penstock.ir.program import Program
 from penstock.ir.rows import Ints, Rows
@@ -78,7 +78,7 @@ class _ComputationType(str, Enum):  # noqa: UP042 - torch's base classes: its me
 
 
 Type = _ComputationType
-_TYPES = {kind: _ComputationType(kind.name) for kind in Kind if kind not in COPIES}
+_TYPES = {kind: _ComputationType(kind.name) for kind in Kind if kind not in (*COPIES, *SPREAD)}
 _KINDS = {kind.name: int(kind) for kind in _TYPES}
 COMPUTE_TYPES = frozenset(_TYPES[kind] for kind in _TYPES if kind.is_compute)
 _WITHOUT_MICROBATCH = frozenset(_TYPES[kind] for kind in _TYPES if not kind.has_microbatch)
@@ -126,9 +126,14 @@ def _get_profiler_function_name(action: _Action) -> str:
 
 
 def _convert(action: Action) -> _Action:
-    """Convert one of our actions to torch's; refuse what torch does not have: copies to host memory, slices, and edges that skip stages."""
+    """Convert one of our actions to torch's; refuse what torch does not have.
+
+    That is copies to host memory, the actions of a spread vocabulary, slices, and edges that skip stages.
+    """
     if action.kind in COPIES:
         raise ActionError(f"{action} moves activations between device and host, which torch's orders cannot express")
+    if action.kind in SPREAD:
+        raise ActionError(f"{action} is part of a vocabulary that is spread over the ranks, which torch's orders cannot express")
     if action.slice is not None:
         raise ActionError(
             f"{action} is for a slice of a microbatch, which torch's orders cannot express: give one number for both, "

@@ -14,15 +14,16 @@ from penstock.draw.boxes import (
     compute_boxes,
     copy_boxes,
     find_most_held,
+    list_classes,
     list_collective_boxes,
     list_optimizer_boxes,
     make_widest_label,
     shares,
 )
 from penstock.draw.figures.canvas import FAINT, IDLE, PAPER, POINTS, annotate, text_width
-from penstock.draw.palette import HOST, OPTIMIZER, SHARDING, TONES, Tone, lighten, rgb, shade
+from penstock.draw.palette import HOST, MEETING, OPTIMIZER, SHARDING, TONES, Tone, lighten, rgb, shade
 from penstock.draw.summary import format_memory
-from penstock.ir.kind import COMPUTE, COPIES, Kind
+from penstock.ir.kind import COPIES, JOINS, WORK, Kind
 from penstock.ir.rows import Floats, Ints
 from penstock.simulator.memory import Curve
 from penstock.simulator.timeline import Timeline
@@ -48,7 +49,7 @@ _THIN = 5.0
 
 def is_mixed(timeline: Timeline) -> bool:
     """Whether there are too many boxes to draw each of them."""
-    return int(timeline.table.rows.is_kind(*COMPUTE).sum()) > MOST_BOXES
+    return int(timeline.table.rows.is_kind(*WORK).sum()) > MOST_BOXES
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,12 @@ class RankRows:
                 places = self._rows(boxes.rank[of]), boxes.start[of], boxes.end[of]
                 fill = lighten(shade(SHARDING, place, 2), self.pale).fill
                 _add(axes, places, (_STRIP, 1 - self._top), fill=fill, name=self._id(kind.name))
+        for place, kind in enumerate(JOINS):
+            of = boxes.kind == kind
+            if of.any():
+                places = self._rows(boxes.rank[of]), boxes.start[of], boxes.end[of]
+                fill = lighten(shade(MEETING, place, 2), self.pale).fill
+                _add(axes, places, (_STRIP, 1 - self._top), fill=fill, name=self._id(kind.name))
 
     def _draw_copies(self, axes: Axes) -> None:
         """Draw copies to the host in the upper half of the strip, and back from it in the lower half."""
@@ -198,8 +205,8 @@ def mix_colours(timeline: Timeline, boxes: Boxes, columns: int) -> Image:
     """Mix the colours of what runs in each slice of time: an RGB image with one line per rank (or per part that runs together)."""
     chunks = timeline.table.chunks
     edges = np.linspace(0.0, timeline.makespan, columns + 1)
-    fills = np.array([_unit_rgb(shade(TONES[kind], chunk, chunks).fill) for kind in COMPUTE for chunk in range(chunks)])
-    lanes, parts = boxes.kind * chunks + boxes.chunk, int(boxes.parts.max(initial=1))
+    fills = np.array([_unit_rgb(shade(TONES[kind], chunk, chunks).fill) for kind in WORK for chunk in range(chunks)])
+    lanes, parts = list_classes(boxes.kind) * chunks + boxes.chunk, int(boxes.parts.max(initial=1))
     image = np.empty((timeline.ranks * parts, columns, 3))
     for part in range(parts):
         of = (boxes.part == part) | (boxes.parts == 1)

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from penstock.draw.boxes import copy_boxes, list_collective_boxes, make_widest_label
 from penstock.draw.figures.canvas import FAINT, IDLE, INK, PAPER, POINTS, SMALL, TEXT, text_width
 from penstock.draw.figures.rank_rows import FILLS, LEAST_LABEL, is_mixed, list_uses
-from penstock.draw.palette import HOST, OPTIMIZER, SHARDING, TONES, shade
+from penstock.draw.palette import HOST, MEETING, OPTIMIZER, SHARDING, TONES, shade
 from penstock.draw.summary import choose_unit, unit_of
 from penstock.errors import UsageError
-from penstock.ir.kind import COMPUTE, Kind
+from penstock.ir.kind import JOINS, WORK, Kind
 from penstock.simulator.timeline import Timeline
 from penstock.text.units import seconds_per
 
@@ -238,7 +238,7 @@ def timeline_entries(timelines: Sequence[Timeline], memory: str) -> list[LegendE
 
 
 def _kinds(timelines: Sequence[Timeline], chunks: int) -> list[tuple[list[str], str]]:
-    present = [kind for kind in COMPUTE if any(timeline.table.rows.is_kind(kind).any() for timeline in timelines)]
+    present = [kind for kind in WORK if any(timeline.table.rows.is_kind(kind).any() for timeline in timelines)]
     kinds = [([shade(TONES[kind], chunk, chunks).fill for chunk in range(chunks)], TONES[kind].means) for kind in present]
     if any(timeline.optimizer.any() for timeline in timelines):
         kinds.append(([OPTIMIZER.fill], OPTIMIZER.means))
@@ -246,6 +246,8 @@ def _kinds(timelines: Sequence[Timeline], chunks: int) -> list[tuple[list[str], 
     for place, (kind, means) in enumerate(((Kind.REDUCE_GRAD, "gradients reduced"), (Kind.UNSHARD, "parameters gathered"))):
         if kind in collective:
             kinds.append(([shade(SHARDING, place, 2).fill], means))
+    if collective & set(JOINS):
+        kinds.append(([shade(MEETING, place, 2).fill for place in range(2)], MEETING.means))
     if any(len(copy_boxes(timeline)) for timeline in timelines):
         kinds.append(([shade(HOST, place, 2).fill for place in range(2)], HOST.means))
     return kinds

@@ -359,7 +359,11 @@ class Cluster:
             raise CostsError("the speeds of the devices are per layer, and costs know only stages: plan with a profile instead")
         if costs.b is not None and any(speed.i != speed.w for speed in speeds):
             raise CostsError("costs.b is the time of a full backward, and i and w differ in speed: give i and w instead of b")
-        values = {"f": "f", "i": "i", "w": "w", "b": "w", "optimizer": "optimizer"}
+        if (costs.s or costs.t) and not self.has_equal_devices:
+            raise CostsError(
+                "costs.s and costs.t are the same on every rank, but the devices differ: keep embedding and head on their stages"
+            )
+        values = {"f": "f", "i": "i", "w": "w", "b": "w", "s": "f", "t": "w", "optimizer": "optimizer"}
         times: dict[str, Any] = {
             name: _divide(getattr(costs, name), [getattr(speed, of) for speed in speeds])
             for name, of in values.items()

@@ -1,7 +1,8 @@
 """The text form of an action: PyTorch's, with `>` and `<` for the peer of a message that skips stages.
 
 `2F0`, `1UNSHARD`, `3SEND_F1`, `3WAIT_SEND_F1`, `(3F1;0B4)OVERLAP_F_B`; beyond PyTorch: `0SEND_F1>3` (to stage 3), `3RECV_F1<0`
-(from stage 0), `2F3.1` (slice 1 of microbatch 3), `2OFFLOAD3` and `2RELOAD3`.
+(from stage 0), `2F3.1` (slice 1 of microbatch 3), `2OFFLOAD3` and `2RELOAD3`; `7S3`, `7T3`, `7BROADCAST3` and `7COMBINE3` of a spread
+vocabulary, which stand on every rank.
 PyTorch has no slices: for it an action carries one number for both.
 """
 

@@ -26,7 +26,7 @@ from penstock.ir.formats.action_text import format_action
 from penstock.ir.formats.reading import read_text
 from penstock.ir.graph import StageGraph
 from penstock.ir.grid import Grid
-from penstock.ir.kind import COMPUTE, COPIES, RECEIVES, SEND_WAITS, SENDS, Kind
+from penstock.ir.kind import COMPUTE, COPIES, RECEIVES, SEND_WAITS, SENDS, SPREAD, Kind
 from penstock.ir.placement import Placement, recognise
 from penstock.ir.program import Program
 from penstock.ir.rows import Flags, Ints, Rows
@@ -82,7 +82,7 @@ def infer_table(cells: Cells, *, strict: bool = True) -> Table:
     if _is_program(rows, placement, graph):
         return Program(rows, placement, microbatches, graph=graph, name=name, slices=cells.slices)
     return Schedule.from_rows(
-        rows.keep(compute | rows.is_kind(*COPIES)), placement, microbatches, graph=graph, name=name, slices=cells.slices
+        rows.keep(compute | rows.is_kind(*COPIES, *SPREAD)), placement, microbatches, graph=graph, name=name, slices=cells.slices
     )
 
 
@@ -226,6 +226,12 @@ def refuse_for_torch(table: Table) -> None:
         raise ScheduleError(
             f"PyTorch cannot express {table.rows.part_at(int(copies[0]))} and {len(copies) - 1} more copies of activations to host memory "
             "and back: write .json instead, or lower the schedule without offload"
+        )
+    spread = np.flatnonzero(table.rows.is_kind(*SPREAD))
+    if len(spread):
+        raise ScheduleError(
+            f"PyTorch cannot express {table.rows.part_at(int(spread[0]))} and {len(spread) - 1} more actions of a vocabulary that is "
+            "spread over the ranks: write .json instead, or leave embedding and head on the first and last stage"
         )
 
 

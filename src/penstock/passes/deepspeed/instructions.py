@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import PassError
-from penstock.ir.kind import Kind
+from penstock.ir.kind import SPREAD, Kind
 from penstock.ir.program import Program
 from penstock.ir.table import Table
 
@@ -62,7 +62,7 @@ def _check_expressible(table: Table) -> Table:
             f"DeepSpeed's instructions load whole microbatches, not {table.slices} slices of one: build the schedule without slices"
         )
     rows = table.rows
-    strange = np.flatnonzero(rows.is_kind(Kind.I, Kind.W) | ~rows.heads)
+    strange = np.flatnonzero(rows.is_kind(Kind.I, Kind.W, *SPREAD) | ~rows.heads)
     if len(strange):
         action = rows.action_at(int(strange[0]))
         raise PassError(

@@ -105,6 +105,15 @@ class LayerCosts:
         """Layers before and after the blocks."""
         return (0, 0) if self.configuration.vocabulary == SPREAD else (1, 1)
 
+    @cached_property
+    def _named_blocks(self) -> list[tuple[Layer, Layer]]:
+        """Every block, kept and recomputed, with its name."""
+        pair = self.block, self.recomputed_block
+        return [
+            (replace(pair[0], name=f"block {place}"), replace(pair[1], name=f"block {place} recomputed"))
+            for place in range(self.job.layers)
+        ]
+
     def count_layers(self) -> list[tuple[Layer, Layer, int]]:
         """The kinds of layers, as they are and recomputed as far as they can be, and how many there are of each."""
         ends = [(layer, layer, 1) for layer in (self.embedding, self.head)] if any(self.ends) else []
@@ -121,10 +130,7 @@ class LayerCosts:
         """The whole model, with these blocks recomputed; none by default."""
         chosen, machines = self.configuration, self.job.machines
         flags = recomputed or [False] * self.job.transformer.layers
-        blocks = [
-            replace(self.recomputed_block if again else self.block, name=f"block {place}{' recomputed' if again else ''}")
-            for place, again in enumerate(flags)
-        ]
+        blocks = [(again if flag else kept) for (kept, again), flag in zip(self._named_blocks, flags, strict=True)]
         layers = blocks if chosen.vocabulary == SPREAD else [self.embedding, *blocks, self.head]
         stride = chosen.tensor * chosen.context * chosen.data
         latency, bandwidth = machines.link(stride, chosen.pipeline)

@@ -14,6 +14,7 @@ from penstock.ir.costs import Costs
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Floats
 from penstock.planner.profile import Layer, Profile
+from penstock.planner.profile.vocabulary import count_hops, time_broadcast
 
 
 def split_layers(profile: Profile, sizes: Sequence[int]) -> list[tuple[Layer, ...]]:
@@ -118,6 +119,7 @@ def stage_costs(
         return tuple(sum(getattr(layer, name) for layer in run) for run in cut)
 
     f, i, held = sum_layers("f"), sum_layers("i"), sum_layers("activation")
+    reduction, update = (_add_shares(profile, placement, name, sum_layers(name)) for name in ("reduction", "update"))
     kept_output = [*(run[-1].output * profile.keeps_output for run in cut[:-1]), 0.0]
     return replace(
         links,
@@ -132,13 +134,43 @@ def stage_costs(
         kept=sum_layers("kept") if any(sum_layers("kept")) else 0.0,
         output=tuple(run[-1].output for run in cut),
         parameters=_add_reserves(profile, sizes, placement, reserves(profile, sizes, placement, recompute)),
-        reduce=_time_reduction(links, placement, sum_layers("gradients"), sum_layers("reduction")),
-        optimizer=sum_layers("update") if any(sum_layers("update")) else 0.0,
+        reduce=_time_reduction(links, placement, sum_layers("gradients"), reduction),
+        optimizer=update if any(update) else 0.0,
         overlap=profile.overlap,
         host_latency=profile.host_latency,
         host_bandwidth=profile.host_bandwidth,
         host_link_shared=profile.host_link_shared,
+        **_list_share_costs(profile, placement),
     )
+
+
+def _list_share_costs(profile: Profile, placement: Placement) -> dict[str, Any]:
+    """The costs of each rank's share of a spread vocabulary, at the first stage those of the embedding and at the last of the head.
+
+    S makes the logits and the gradient of the head's input, so it takes a forward and a backward for the input. That gradient is summed on
+    one rank, after two sums of single numbers; the sum of the embeddings is there at once.
+    """
+    if not profile.shares:
+        return {}
+    (embedding, head), ranks, between = profile.shares, placement.ranks, (0.0,) * (placement.stages - 2)
+    ends = profile.layers[0].output, profile.layers[-1].output
+    brought = [time_broadcast(profile, size, ranks) for size in ends]
+    pairs = {
+        "s": (embedding.f + embedding.i, head.f + head.i),
+        "t": (embedding.w, head.w),
+        "broadcast": brought,
+        "combine": (brought[0], brought[1] + 2 * count_hops(ranks) * profile.latency),
+        "logits": (embedding.activation, max(head.activation, head.weight_stash) + ends[1]),
+    }
+    return {name: (first, *between, last) for name, (first, last) in pairs.items()}
+
+
+def _add_shares(profile: Profile, placement: Placement, name: str, of_stages: tuple[float, ...]) -> tuple[float, ...]:
+    """A field of every stage; that of each rank's share of a spread vocabulary is added to its first stage."""
+    total, share = list(of_stages), sum(getattr(layer, name) for layer in profile.shares)
+    for rank in range(placement.ranks) if share else ():
+        total[placement.stages_of(rank)[0]] += share
+    return tuple(total)
 
 
 def _time_reduction(
@@ -155,8 +187,9 @@ def _time_reduction(
 def _add_reserves(profile: Profile, sizes: Sequence[int], placement: Placement, reserve: Sequence[float]) -> tuple[float, ...]:
     """Memory that each stage holds all the time, with the reserve of each rank added to its first stage."""
     static = [sum(layer.static for layer in run) for run in split_layers(profile, sizes)]
+    share = sum(layer.static for layer in profile.shares) + max((layer.workspace for layer in profile.shares), default=0.0)
     for rank, size in enumerate(reserve):
-        static[placement.stages_of(rank)[0]] += size
+        static[placement.stages_of(rank)[0]] += size + share
     return tuple(static)
 
 

@@ -159,14 +159,18 @@ class Profile:
     """How many neighbouring ranks share one link to host memory."""
     tokens: int | None = None
     """Tokens of a sequence, if it can be cut into slices."""
+    shares: Sequence[Layer] = ()
+    """Each rank's share of the embedding and of the head, if the vocabulary is spread over the ranks (`spread_ends`)."""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "variants"):
+        for name in ("layers", "variants", "shares"):
             if not isinstance(getattr(self, name), Iterable):
                 raise CostsError(f"{name} must be a list, got {type(getattr(self, name)).__name__}")
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.layers or not all(isinstance(layer, Layer) for layer in self.layers):
             raise CostsError("a profile needs at least one layer, each a penstock.Layer")
+        if self.shares and (len(self.shares) != 2 or not all(isinstance(share, Layer) for share in self.shares)):
+            raise CostsError("shares are two layers: each rank's share of the embedding and of the head")
         for name in ("latency", "input", "host_latency"):
             object.__setattr__(self, name, _parse_size(name, getattr(self, name), text=name == "input"))
         for name in ("bandwidth", "host_bandwidth"):
@@ -283,8 +287,9 @@ class Profile:
         nearest = min(measured, key=lambda profile: max(profile.microbatch / microbatch, microbatch / profile.microbatch))
         factor = microbatch / nearest.microbatch
         if factor != 1:
-            nearest = replace(nearest, layers=[layer.scaled(factor) for layer in nearest.layers], input=nearest.input * factor)
-        return replace(self, layers=nearest.layers, input=nearest.input, microbatch=microbatch, variants=())
+            layers, shares = ([layer.scaled(factor) for layer in listed] for listed in (nearest.layers, nearest.shares))
+            nearest = replace(nearest, layers=layers, shares=shares, input=nearest.input * factor)
+        return replace(self, layers=nearest.layers, shares=nearest.shares, input=nearest.input, microbatch=microbatch, variants=())
 
     # Devices ----------------------------------------------------------------------------------------------------------
 
@@ -337,6 +342,8 @@ class Profile:
         """The fields that differ from their defaults, as plain data."""
         data = _list_changed(self)
         data["layers"] = [layer.to_json() for layer in self.layers]
+        if self.shares:
+            data["shares"] = [layer.to_json() for layer in self.shares]
         if self.variants:
             variants = [variant.to_json() for variant in self.variants]
             data["variants"] = [{name: variant[name] for name in _OF_VARIANTS if name in variant} for variant in variants]
@@ -347,6 +354,8 @@ class Profile:
         """The reverse of `to_json`; a layer may have a `count`, for that many equal layers in a row."""
         values = dict(check_record(data, cls, "a profile", error=CostsError))
         values["layers"] = list(_layers_from_json(values["layers"]))
+        if "shares" in values:
+            values["shares"] = list(_layers_from_json(values["shares"]))
         variants = values.pop("variants", [])
         if not isinstance(variants, list):
             raise CostsError(f"variants must be a list, got {variants!r}")

@@ -18,6 +18,22 @@ from penstock.runtime.torch_internals import pytree
 REDUCTIONS = ("mean", "sum")
 
 
+class TokenCrossEntropy:
+    """The mean cross-entropy of tokens: `loss_fn=TokenCrossEntropy()`.
+
+    Logits have the vocabulary in their last dimension, and targets the shape of the dimensions before it. Targets equal to `ignore_index`
+    do not count. Unlike a function of your own, a pipeline can compute it from shares of a vocabulary that is spread over its ranks.
+    """
+
+    reduction = "mean"
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        self.ignore_index = ignore_index
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=self.ignore_index)
+
+
 class Loss:
     """The loss function, called with the output and, if it takes one and there is one, the target.
 
@@ -94,13 +110,26 @@ class Loss:
         if self.counts is not None:
             return self.counts(target)
         fn = _unwrap(self.fn)
-        if not (fn in _IGNORING or isinstance(fn, (nn.CrossEntropyLoss, nn.NLLLoss))):
+        if not (fn in _IGNORING or isinstance(fn, (nn.CrossEntropyLoss, nn.NLLLoss, TokenCrossEntropy))):
             return None
         if not isinstance(target, Tensor) or target.is_floating_point():  # probabilities of classes: all count the same
             return None
         counts = target != _get_setting(self.fn, "ignore_index", -100)
         classes = _get_setting(self.fn, "weight", None)
         return counts.sum() if classes is None else torch.where(counts, classes[target.where(counts, 0)], 0).sum()
+
+    def find_token_entropy(self) -> TokenCrossEntropy | None:
+        """Return the mean cross-entropy of tokens that the function computes; None if it is another function, or has other options."""
+        fn = self.fn
+        if isinstance(fn, TokenCrossEntropy):
+            return fn
+        if fn is functional.cross_entropy:
+            return TokenCrossEntropy()
+        if isinstance(fn, functools.partial) and fn.func is functional.cross_entropy and not fn.args:
+            return TokenCrossEntropy(fn.keywords["ignore_index"]) if fn.keywords.keys() == {"ignore_index"} else None
+        if type(fn) is nn.CrossEntropyLoss and fn.weight is None and fn.reduction == "mean" and not fn.label_smoothing:
+            return TokenCrossEntropy(fn.ignore_index)
+        return None
 
     def warn_about_ignore_index(self, targets: Sequence[Any]) -> None:
         """Warn once if targets are ignored: the mean over the others is not the mean of the microbatches' means.

@@ -6,7 +6,6 @@ import hashlib
 from typing import Any
 
 from penstock.errors import ScheduleError
-from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 from penstock.planner.batches.batch_planner import BatchOrder
 from penstock.runtime.batch.step_input import StepInput
@@ -29,7 +28,7 @@ def apply_order(step_input: StepInput, order: Any, table: Table) -> None:
     step_input.permute(numbers)
 
 
-def identify_schedule(schedule: Schedule) -> str:
+def identify_schedule(schedule: Table) -> str:
     """Name a schedule by its rows: the same on every rank, and quicker than comparing all of them."""
     return f"{schedule.name}-{hashlib.blake2b(schedule.rows.codes.tobytes(), digest_size=8).hexdigest()}"
 

@@ -28,6 +28,8 @@ class StepResult:
         self, shares: Sequence[ResultShare], merge: Callable[[list[Any]], Any], timeline: Callable[[], Timeline] | None = None
     ) -> None:
         self._shares, self._merge, self._timeline = shares, merge, timeline
+        self.lost: str | None = None
+        """Which ranks are lost and which run their microbatches in this step, in one line; None if all ranks take part."""
 
     @cached_property
     def loss(self) -> Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -86,6 +86,12 @@ class StepInput:
     """The caller's number of each microbatch if they run in another order, see `permute`."""
     schedule: Schedule | None = None
     """The schedule of this step, if it is not the pipeline's own."""
+    tokens: float | None = None
+    """The sum of the weights, if the pipeline was given a function for them and this rank a target."""
+    step: int | None = None
+    """How many training steps were run before this one, if ranks may be lost and come back."""
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    """The tensors of the input and their versions before the step, if it may have to be run again."""
 
     @property
     def microbatches(self) -> int:
@@ -107,6 +113,20 @@ class StepInput:
         self.targets = None if self.targets is None else [self.targets[k] for k in order]
         self.weights = None if self.weights is None else [self.weights[k] for k in order]
         self.guards = [self.guards[k] for k in order] if self.guards else []
+
+    def note_versions(self) -> None:
+        """Make sure that `renew` notices if a stage changes the input in place."""
+        self.versions = [(tensor, read_version(tensor)) for tensor in _list_tensors((self.args, self.kwargs, self.targets))]
+
+    def renew(self) -> StepInput:
+        """Return the same input for another attempt at the step; refused if a stage has changed it in place."""
+        if any(read_version(tensor) != version for tensor, version in self.versions):
+            raise ScheduleError(
+                "the step has to be run again because a rank was lost, but a stage has changed a tensor of the batch in place: clone it "
+                "before changing it"
+            )
+        empty: dict[str, Any] = {name: {} for name in ("losses", "side", "metrics", "outputs", "whole")}
+        return replace(self, share=replace(self.share, times=None, **empty), scales=[])
 
     def number_of(self, microbatch: int) -> int:
         """The number of a microbatch, or slice, among those of all data ranks, in the caller's order; random streams derive from it."""

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 import torch
 
 from penstock import __version__
-from penstock.errors import CheckpointError, FileFormatError, nearest
+from penstock.errors import CheckpointError, FileFormatError, LostRankError, nearest
 from penstock.ir.formats.reading import check_fields, read_json
 from penstock.runtime.checkpoint.training_state import (
     Model,
@@ -34,7 +34,8 @@ from penstock.runtime.checkpoint.training_state import (
 )
 from penstock.runtime.transport.current_group import get_group
 from penstock.runtime.transport.failures import PickledError
-from penstock.runtime.transport.group import Group
+from penstock.runtime.transport.group import Group, do_nothing
+from penstock.runtime.transport.recovery import Recovery
 from penstock.text.units import check_count
 
 if TYPE_CHECKING:
@@ -59,6 +60,9 @@ class Checkpoints:
       the files, so use it only for checkpoints whose author you know. Otherwise only tensors, NumPy arrays and plain values are allowed;
     - `deadline`: seconds that a rank waits for the others at most.
 
+    If the model is a pipeline that goes on after ranks were lost, the ranks that are left save together, and a save in which a rank is lost
+    is made again. A process that takes the place of a lost rank loads the last checkpoint alone.
+
     `with Checkpoints(...) as checkpoints:` waits at the end for a checkpoint that is still being written.
     """
 
@@ -81,6 +85,8 @@ class Checkpoints:
         members, self.rank = get_group(group)
         self.ranks = members.ranks
         self._collective = CollectiveSteps(members, self.rank, deadline)
+        self._follows_pipeline = group is None
+        self._recovery: Recovery | None = None
         self._writer: CheckpointWriter | None = None
 
     def __enter__(self) -> Checkpoints:
@@ -111,9 +117,18 @@ class Checkpoints:
         `model` is a pipeline or a plain module; there may be several optimizers and schedulers. `data` and the values of `extra` have
         `state_dict` and `load_state_dict`; the first rank's are saved. Gradients are not saved.
         """
-        self._start(TrainingState(ModelState.of(model), optimizer, scheduler, data, extra or {}), step, copy=False)
-        path = self.wait()
-        assert path is not None
+        self.wait()
+        training = TrainingState(ModelState.of(model), optimizer, scheduler, data, extra or {})
+
+        def save() -> Path:
+            self._start(training, step, copy=False)
+            path = self._finish()
+            assert path is not None
+            return path
+
+        path = self._survive(training.model, save)
+        if training.model.pipeline is not None:
+            training.model.pipeline.readmit_ranks()
         return path
 
     def save_async(
@@ -130,12 +145,21 @@ class Checkpoints:
 
         Errors are raised by `wait`, which every save starts with.
         """
-        self._start(TrainingState(ModelState.of(model), optimizer, scheduler, data, extra or {}), step, copy=True)
+        self.wait()
+        training = TrainingState(ModelState.of(model), optimizer, scheduler, data, extra or {})
+        self._survive(training.model, lambda: self._start(training, step, copy=True))
 
     def wait(self) -> Path | None:
-        """Wait until the checkpoint being written is complete, and return its folder; None if none is being written."""
+        """Wait until the checkpoint being written is complete, and return its folder; None if none is being written.
+
+        A checkpoint during which a rank was lost is given up with a warning, because that rank's part of it may be missing.
+        """
+        return None if self._writer is None else self._survive(None, self._finish)
+
+    def _finish(self) -> Path | None:
         writer, self._writer = self._writer, None
         if writer is None:
+            logger.warning("a checkpoint was not completed, because a rank was lost while it was being written: save another")
             return None
         try:
             self._collective.gather("write a checkpoint", writer.wait_written)
@@ -145,10 +169,44 @@ class Checkpoints:
             raise
         return writer.draft.final
 
+    # Losses of ranks --------------------------------------------------------------------------------------------------
+
+    def _survive(self, model: ModelState | None, call: Callable[[], T]) -> T:
+        """Make a call together with the ranks that the pipeline has now; again, if any is lost in it."""
+        recovery = self._follow(model)
+        if recovery is None:
+            return call()
+
+        def decide() -> T:
+            self._join_pipeline(recovery)
+            try:
+                result: T = recovery.decide("checkpoint", call(), do_nothing, lambda values: values[0])
+            except LostRankError:
+                writer, self._writer = self._writer, None
+                if writer is not None:
+                    writer.abort()
+                raise
+            return result
+
+        return recovery.run(decide)
+
+    def _follow(self, model: ModelState | None) -> Recovery | None:
+        """The recovery of the pipeline, if ranks of it may be lost; without a model, that of the last call."""
+        if model is not None:
+            followed = self._follows_pipeline and model.pipeline is not None
+            self._recovery = model.pipeline.recovery if followed and model.pipeline is not None else None
+        return self._recovery
+
+    def _join_pipeline(self, recovery: Recovery) -> None:
+        members, self.rank = recovery.find_members()
+        self.ranks = members.ranks
+        self._collective = CollectiveSteps(members, self.rank, self._collective.deadline)
+
+    # Saving, on each rank ---------------------------------------------------------------------------------------------
+
     def _start(self, training: TrainingState, step: int, copy: bool) -> None:
         from penstock.runtime.checkpoint.storage import CheckpointWriter, RankLayout
 
-        self.wait()
         begun = self._collective.gather("begin a checkpoint", lambda: self._begin(training.model, step))
         draft, ties = begun[0][0], find_ties([names for _, names, _ in begun])
         assert draft is not None
@@ -192,6 +250,7 @@ class Checkpoints:
         start from the beginning.
         """
         self.wait()
+        self._follow_for_loading(model)
         find = self._collective.gather("look for checkpoints", lambda: find_checkpoints(self.folder) if self.rank == 0 else ([], {}))
         complete, reasons = find[0]  # as the first rank sees them, so that all ranks load the same
         rejected = dict(reasons)
@@ -221,9 +280,15 @@ class Checkpoints:
     ) -> Checkpoint:
         """Load the checkpoint of this name; raises `CheckpointError` if that is not possible."""
         self.wait()
+        self._follow_for_loading(model)
         checkpoint = self._collective.gather("look for a checkpoint", lambda: self._find(name))[0]
         self._check_files(checkpoint)
         return self._load(checkpoint, TrainingState(ModelState.of(model), optimizer, scheduler, data, extra or {}))
+
+    def _follow_for_loading(self, model: Model) -> None:
+        recovery = self._follow(ModelState.of(model))
+        if recovery is not None:
+            self._join_pipeline(recovery)
 
     def _find(self, name: str) -> Checkpoint:
         if type(name) is not str or name in ("", "..") or Path(name).name != name:
@@ -253,7 +318,8 @@ class Checkpoints:
             return set(values), model.parameter_names()
 
         everyone = self._collective.gather("compare with the model", compare)
-        reader.check_whole_model([names for names, _ in everyone], find_ties([names for _, names in everyone]))
+        if self._recovery is None or not self._recovery.alone:
+            reader.check_whole_model([names for names, _ in everyone], find_ties([names for _, names in everyone]))
         tensors, values = run("allocate memory", lambda: training.allocate(reader, stream))
         run("read the values that are not tensors", lambda: reader.fill(values))
         with training.restore_others_on_error():  # schedulers and data may reject the saved state: before any tensor has changed

@@ -71,6 +71,11 @@ class ModelState:
             return model
         if isinstance(model, nn.Module):
             return cls(module=model)
+        if model.vocabulary is not None:
+            raise CheckpointError(
+                "Checkpoints cannot save or load a pipeline whose vocabulary is spread over its ranks: save the state dicts of its stages "
+                "and the weights that pipe.gather_vocabulary() returns"
+            )
         stages = {index: part for index in model.stages if (part := model.partition.parts[index]) is not None}
         return cls(stages, model.shared.place, pipeline=model)
 

@@ -34,6 +34,13 @@ def connect_devices(store: Any, rank: int, ranks: int, deadline: float) -> Any:
     return dist.ProcessGroupNCCL(store, rank, ranks, options)
 
 
+def broadcast_options(root: int) -> Any:
+    """The options of a broadcast from this rank of a process group."""
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    return options
+
+
 def abort_connection(connection: Any) -> None:
     """End the messages in progress on the devices. Gloo needs no such call: it stops when nothing refers to the connection."""
     if cuda.is_available():

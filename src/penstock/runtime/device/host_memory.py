@@ -93,12 +93,15 @@ class _Moved:
 class HostMemory:
     """Buffers in host memory for one rank's activations, and the streams that copy to and from them.
 
-    Buffers are kept when they are given back, because every step needs the same sizes again.
+    Buffers are kept when they are given back, because the next step needs the same sizes again; those that a whole step has not used are
+    dropped, so that batches of ever new shapes do not fill the host.
     """
 
     def __init__(self) -> None:
         self._free: dict[int, list[tuple[Tensor, Any]]] = {}
-        """By size: buffers, each with the event after which its last contents are no longer needed."""
+        """By size: buffers, each with the event after which its last contents are no longer needed. The last one is taken first."""
+        self._unused: dict[int, int] = {}
+        """By size: how many buffers, the first ones, were free all the time since the last `trim`; all of a size that is not here."""
         self.out, self.back = _CopyStream(), _CopyStream()
         self.held = 0
         """Bytes of buffers in use."""
@@ -111,13 +114,29 @@ class HostMemory:
         self.peak = max(self.peak, self.held)
         free = self._free.get(size)
         if free:
-            return free.pop()
+            taken = free.pop()
+            self._unused[size] = min(self._unused.get(size, len(free)), len(free))
+            return taken
+        self._unused[size] = 0
         return torch.empty(size, dtype=torch.uint8, pin_memory=pinned), None
 
     def give_back(self, buffer: Tensor, after: Any) -> None:
         """Take a buffer back that may be written to once the event has happened."""
         self.held -= buffer.numel()
         self._free.setdefault(buffer.numel(), []).append((buffer, after))
+
+    def trim(self) -> None:
+        """Drop the buffers that were not used since the last call."""
+        for size, free in list(self._free.items()):
+            del free[: self._unused.get(size, len(free))]
+            if not free:
+                del self._free[size]
+        self._unused = {}
+
+    @property
+    def kept(self) -> int:
+        """Bytes of buffers that wait to be used again."""
+        return sum(size * len(free) for size, free in self._free.items())
 
 
 class _CopyStream:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -21,14 +22,17 @@ from penstock.runtime.batch.loss import Loss
 from penstock.runtime.batch.result import ResultShare, collect
 from penstock.runtime.batch.step_input import StepInput
 from penstock.runtime.device.autocast import AUTOCAST_KINDS
+from penstock.runtime.device.host_memory import HostMemory
 from penstock.runtime.device.timing import ActionTimer, clock, create_timer
 from penstock.runtime.execution.cuda_graphs import Graphs
 from penstock.runtime.execution.links import RankEdges
 from penstock.runtime.execution.operations import StageOperations
 from penstock.runtime.execution.overlap import Overlap, OverlapHooks, TwoStreams
+from penstock.runtime.execution.spread import SpreadOperations
 from penstock.runtime.model.running_statistics import RunningStatistics
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.parallel.data_parallel import DataParallel
+from penstock.runtime.parallel.spread_vocabulary import SpreadVocabulary
 from penstock.runtime.sequence.prefix import Prefixes
 from penstock.runtime.split_backward.deferrable import keep_wrappers
 from penstock.runtime.torch_internals.autograd import is_profiling
@@ -59,15 +63,21 @@ class Executor:
         number: int = 0,
         graphs: bool = False,
         blocking: Collection[Kind] = (),
+        host: HostMemory | None = None,
+        vocabulary: SpreadVocabulary | None = None,
     ) -> None:
         self.program, self.rank, self.group, self.data, self.overlap = program, rank, group, data, overlap
         self.actions = program[rank]
         self.activity = group.activity(rank)
-        self.links = RankEdges(program, rank, group, deadline=deadline, number=number, packer=data.packer, blocking=blocking)
+        spread = None if vocabulary is None else SpreadOperations(vocabulary, program.stages)
+        options: dict[str, Any] = {"packer": data.packer, "blocking": blocking, "spread": spread}
+        self.links = RankEdges(program, rank, group, deadline=deadline, number=number, **options)
         prefixes = Prefixes(program.slices) if program.slices > 1 else None
-        self.compute = StageOperations(self.links, stages, loss, statistics, prefixes)
-        if self.compute.moves is not None:
-            self._check_moves(stages, graphs)
+        self.compute = StageOperations(self.links, stages, loss, statistics, prefixes, host=host)
+        if self.compute.moves is not None and graphs:
+            raise ScheduleError(
+                "the program moves activations to host memory, but graphs=True keeps them at fixed addresses: leave one out"
+            )
         self.failed_at: Action | None = None
         """The action that raised, if the last run failed on this rank."""
         self.reduces = [action.stage for action in self.actions if action.kind is Kind.REDUCE_GRAD] or list(stages)
@@ -151,19 +161,6 @@ class Executor:
 
         return [partial(run_labelled, *pair) for pair in zip(self.actions, self.operations, strict=True)]
 
-    def _check_moves(self, stages: dict[int, Stage], graphs: bool) -> None:
-        """Refuse to move activations that have no memory of their own."""
-        sharded = [stage for stage in stages if stage in self.data.sharded]
-        if graphs:
-            raise ScheduleError(
-                "the program moves activations to host memory, but graphs=True keeps them at fixed addresses: leave one out"
-            )
-        if sharded:
-            raise ScheduleError(
-                f"the program moves activations to host memory, but stage {sharded[0]} is sharded, and what its forward saves of its "
-                "parameters is freed and gathered again: leave out shard=True, or lower the schedule without offload"
-            )
-
     # Building operations ----------------------------------------------------------------------------------------------
 
     def _build_alone(self, action: Action) -> Operation:
@@ -188,8 +185,15 @@ class Executor:
             case Kind.RECV_F | Kind.RECV_B:
                 return self.links.receive(action)
             case _:
-                moves = compute.moves if action.kind.is_copy else None
-                return self.data.operation(action.kind, stage) if moves is None else moves.operation(action)
+                return self._build_other(action)
+
+    def _build_other(self, action: Action) -> Operation:
+        """An action of a spread vocabulary, a copy of an activation, or an action of a whole stage."""
+        if action.kind.is_spread:
+            assert self.links.spread is not None
+            return self._leave_autocast(self.links.spread.operation(action, self.compute))
+        moves = self.compute.moves if action.kind.is_copy else None
+        return self.data.operation(action.kind, action.stage) if moves is None else moves.operation(action)
 
     def _leave_autocast(self, operation: Operation) -> Operation:
         """A backward runs in the types that its forward chose, so autocast is turned off for it."""

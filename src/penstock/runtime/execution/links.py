@@ -13,6 +13,7 @@ from penstock.ir.action import Action
 from penstock.ir.kind import SEND_WAITS, Kind
 from penstock.ir.program import Program
 from penstock.runtime.device.timing import clock
+from penstock.runtime.execution.spread import SpreadOperations
 from penstock.runtime.tensors.boundary import add_grads, copy_for_reader
 from penstock.runtime.tensors.dtensor import DTensorPacker
 from penstock.runtime.transport.group import EMPTY, Group, Inbox, Operation, Outbox, Route
@@ -31,8 +32,9 @@ class Registers:
     """Numbered registers, allocated by name while the operations are built and addressed by number while a step runs.
 
     A name is a tuple whose first word says what the register holds: `context` (a forward's saved state), `stash` (weight gradients
-    that wait for W), `received`, `sending`, `part` (of a gradient sum), or `handed` (a value for another stage of this rank). An
-    operation that takes a value leaves `EMPTY` behind, so that nothing stays referenced longer than the program needs it.
+    that wait for W), `received`, `sending`, `part` (of a gradient sum), `handed` (a value for another stage of this rank), or `spread` (a
+    value for a spread embedding or head). An operation that takes a value leaves `EMPTY` behind, so that nothing stays referenced longer
+    than the program needs it.
     """
 
     def __init__(self) -> None:
@@ -65,7 +67,10 @@ class RankEdges:
         number: int,
         packer: DTensorPacker | None,
         blocking: Collection[Kind] = (),
+        spread: SpreadOperations | None = None,
     ) -> None:
+        self.spread = spread
+        """The embedding and the head if they are spread over the ranks: they take the places of the first and last stage's neighbours."""
         self.program, self.rank, self.group, self.deadline = program, rank, group, deadline
         self.registers = Registers()
         self.blocking = blocking
@@ -86,10 +91,14 @@ class RankEdges:
 
     def input_sources(self, stage: int, microbatch: int) -> list[Take]:
         """Where a stage's inputs come from: its neighbour first, then stages farther off."""
+        if self.spread is not None and self.spread.feeds(stage):
+            return [partial(self.spread.take_embeddings, microbatch)]
         return [self._build_source("activations", stage, other, microbatch) for other in self._list_makers(stage)]
 
     def output_targets(self, stage: int, microbatch: int) -> list[int]:
         """The registers from which the readers of a stage's output take it; readers on one rank may share a register."""
+        if self.spread is not None and self.spread.reads(stage):
+            return [self.registers.number("spread", "activations", stage, microbatch)]
         readers = self.program.graph.outputs_of(stage)
         return list(dict.fromkeys(self._find_target("activations", stage, reader, microbatch) for reader in readers))
 
@@ -98,12 +107,16 @@ class RankEdges:
 
         Readers on one other rank send one sum, which takes the place of the farthest of them.
         """
+        if self.spread is not None and self.spread.reads(stage):
+            return [partial(self.spread.take_output_gradients, microbatch)]
         readers = sorted(self.program.graph.outputs_of(stage), reverse=True)
         carriers = dict.fromkeys(self.shared.carrier("gradients", stage, reader, microbatch) for reader in readers)
         return [self._build_source("gradients", stage, carrier, microbatch) for carrier in carriers]
 
     def gradient_targets(self, stage: int, microbatch: int) -> list[int]:
         """The registers for the gradients of a stage's inputs, in the order of `input_sources`."""
+        if self.spread is not None and self.spread.feeds(stage):
+            return [self.registers.number("spread", "gradients", stage, microbatch)]
         return [self._find_target("gradients", stage, other, microbatch) for other in self._list_makers(stage)]
 
     def gradient_additions(self, stage: int, microbatch: int) -> list[Operation]:
@@ -132,6 +145,8 @@ class RankEdges:
 
     def find_borrowed_inputs(self, stage: int, microbatch: int) -> list[bool]:
         """For each input of a stage, whether it lies in memory of the stage that made it, or of another stage that reads it."""
+        if self.spread is not None and self.spread.feeds(stage):
+            return [False]
         return [
             self.group.shares_memory or self._rank_of(other, microbatch) == self.rank or self.shared.is_shared(other, stage, microbatch)
             for other in self._list_makers(stage)

@@ -33,9 +33,8 @@ def has_moves(program: Program) -> bool:
 class ActivationMoves:
     """The activations that a rank's program moves to the host and back."""
 
-    def __init__(self, compute: StageOperations) -> None:
-        self._compute = compute
-        self.memory = HostMemory()
+    def __init__(self, compute: StageOperations, memory: HostMemory) -> None:
+        self._compute, self.memory = compute, memory
         rows, rank, slices = compute.program.rows, compute.links.rank, compute.program.slices
         pairs = [
             (rows.part_at(before), rows.part_at(after))
@@ -106,6 +105,7 @@ class ActivationMoves:
         """Let go of everything that belongs to a step."""
         for saved in self.saved.values():
             saved.drop()
+        self.memory.trim()
 
     def _find_kept(self, stage: int, microbatch: int) -> Collection[int]:
         """The addresses of memory that others need: of parameters, buffers and the batch, and of the prefix that later slices read."""

@@ -14,6 +14,7 @@ from penstock.ir.kind import Kind
 from penstock.runtime.batch.loss import Loss
 from penstock.runtime.batch.result import SideOutputs, unwrap_stage_output
 from penstock.runtime.batch.step_input import NO_INPUT
+from penstock.runtime.device.host_memory import HostMemory
 from penstock.runtime.execution.cuda_graphs import Graphs, RecordedForward
 from penstock.runtime.execution.links import RankEdges
 from penstock.runtime.execution.moves import ActivationMoves, has_moves
@@ -52,6 +53,8 @@ class StageOperations:
         loss: Loss,
         statistics: RunningStatistics | None = None,
         prefixes: Prefixes | None = None,
+        *,
+        host: HostMemory | None = None,
     ) -> None:
         self.links, self.stages, self.loss = links, stages, loss
         self.prefixes = prefixes
@@ -71,7 +74,7 @@ class StageOperations:
         slices = self.program.slices
         self.split = {(part.stage, part.unit(slices)) for action in actions for part in action.parts if part.kind is Kind.I}
         """The stages and microbatches whose backward is split into I and W."""
-        self.moves = ActivationMoves(self) if has_moves(self.program) else None
+        self.moves = ActivationMoves(self, host or HostMemory()) if has_moves(self.program) else None
         """Moves activations to host memory and back, if the program does so."""
 
     def reset(self) -> None:
@@ -81,6 +84,8 @@ class StageOperations:
             self.moves.reset()
         if self.prefixes is not None:
             self.prefixes.reset()
+        if self.links.spread is not None:
+            self.links.spread.reset()
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
@@ -93,9 +98,8 @@ class StageOperations:
         if stage in self.unordered and self.statistics is not None:
             call = self.statistics.wrap_forward(stage, microbatch, part.module if call is None else call)
         module, training = part.module if call is None else call, self.program.training
-        front = not self.program.graph.inputs_of(stage)
         borrowed = self.links.find_borrowed_inputs(stage, microbatch)
-        single = len(borrowed) == 1
+        front, single = not borrowed, len(borrowed) == 1
 
         def apply(leaves: list[Any]) -> Any:
             feed = self.step_input

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.errors import PassError, ScheduleError
 from penstock.ir import codes
-from penstock.ir.kind import COPIES, Kind
+from penstock.ir.kind import COPIES, SPREAD, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Rows
 from penstock.ir.schedule import Schedule
@@ -45,7 +45,27 @@ def find_table(source: Any, ranks: int, microbatches: int | None) -> Table:
     ends = [stage for stage in range(table.stages) if not table.graph.outputs_of(stage)]
     if len(ends) > 1:
         raise ScheduleError(f"no stage reads stages {ends}: only one stage can produce the model's output")
-    return table if microbatches in (None, table.microbatches) else _rebuild(table, int(microbatches or 0))
+    return table if microbatches is None else rebuild_table(table, int(microbatches))
+
+
+def find_spread_ends(table: Table) -> tuple[bool, bool]:
+    """Whether a schedule spreads the embedding over the ranks, and the head; refused if a pipeline cannot run it."""
+    stages = set(table.rows.stage[table.rows.is_kind(*SPREAD)].tolist())
+    if not stages:
+        return False, False
+    obstacle = None
+    if table.slices > 1:
+        obstacle = f"cuts sequences into {table.slices} slices"
+    elif len(table.placement.copies) > 1:
+        obstacle = f"runs {len(table.placement.copies)} copies of the model"
+    elif table.rows.is_kind(*COPIES).any():
+        obstacle = "moves activations to host memory"
+    if obstacle is not None:
+        raise ScheduleError(
+            f"{table.name or 'the schedule'} spreads the vocabulary over the ranks and {obstacle}, which a pipeline cannot run together: "
+            "leave one out"
+        )
+    return 0 in stages, table.stages - 1 in stages
 
 
 def add_moves(table: Table, choice: OffloadChoice) -> Table:
@@ -68,18 +88,26 @@ def add_moves(table: Table, choice: OffloadChoice) -> Table:
 
 
 def build_training_program(
-    table: Table, count: int, unsplit: Sequence[int], semantics: str = "channels", shard: Shard | None = None
+    table: Table,
+    count: int,
+    unsplit: Sequence[int],
+    semantics: str = "channels",
+    shard: Shard | None = None,
+    *,
+    reduce_at_end: bool = False,
 ) -> Program:
-    """The program for `count` microbatches, proved for the transport. `unsplit` stages run one B; `shard` gathers parameters."""
-    if count != table.microbatches:
-        table = _rebuild(table, count)
+    """The program for `count` microbatches, proved for the transport.
+
+    `unsplit` stages run one B; `shard` gathers parameters; `reduce_at_end` reduces gradients after everything else.
+    """
+    table = rebuild_table(table, count)
     if not table.training:
         raise ScheduleError(f"{table.name or 'the schedule'} has no backward: use eval_step or infer, or another schedule")
     program = Program.start(table)
     if unsplit:
         program = MergeBackward(tuple(unsplit), apart=True).apply(program)
     if not program.lowered:
-        program = _lower(program.schedule(), shard)
+        program = _lower(program.schedule(), shard, reduce_at_end)
     elif program.buffers is None:
         program = Buffers().apply(program)
     verify(program)
@@ -88,15 +116,20 @@ def build_training_program(
     return program
 
 
-def _lower(schedule: Schedule, shard: Shard | None) -> Program:
+def _lower(schedule: Schedule, shard: Shard | None, reduce_at_end: bool = False) -> Program:
     try:
-        return lower(schedule) if shard is None else lower(schedule, fsdp=True, lookahead=shard.lookahead, residency=shard.residency)
+        if shard is None:
+            return lower(schedule, reduce_at_end=reduce_at_end)
+        return lower(schedule, fsdp=True, lookahead=shard.lookahead, residency=shard.residency)
     except PassError:
         verify(schedule)  # raises with the place and the reason
         raise
 
 
-def _rebuild(table: Table, count: int) -> Table:
+def rebuild_table(table: Table, count: int) -> Table:
+    """The same schedule for this number of microbatches; refused if it is known for another number only."""
+    if count == table.microbatches:
+        return table
     if not isinstance(table, Schedule) or table.remake is None:
         raise ScheduleError(
             f"{count} microbatches, but {table.name or 'the schedule'} is fixed to {table.microbatches}, because it was loaded or "

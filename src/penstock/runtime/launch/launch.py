@@ -13,6 +13,7 @@ from penstock.runtime.device.streams import create_streams, record_event, use_st
 from penstock.runtime.launch.workers import Workers, raise_first
 from penstock.runtime.transport.current_group import is_under_torchrun, join, set_group
 from penstock.runtime.transport.threads import VirtualGroup
+from penstock.text.units import check_count
 
 _RESULTS = 30 * 24 * 3600.0
 """Seconds that a rank waits for the others' results. It is long because one rank may have little to do; a lost rank is noticed at once."""
@@ -28,6 +29,8 @@ def launch(
     *,
     parallel: bool = False,
     sms: int | Sequence[int] | None = None,
+    losses: int = 0,
+    restart: bool = False,
 ) -> list[Any]:
     """Call `fn(*args)` on every rank; returns the results by rank.
 
@@ -35,6 +38,10 @@ def launch(
     machine, and takes functions from anywhere, a notebook too. Under `torchrun` the processes are there already, so `gloo`
     starts nothing and calls the function in this one. The first failure is raised after every rank has ended. Each rank starts
     from the caller's random state, which is left as it was.
+
+    With `losses`, up to that many of the processes that `gloo` starts may end early: pipelines on a mesh with data-parallel ranks go on
+    without them (see `Pipeline(on_loss=...)`), and the result of a lost rank is None. With `restart`, a new process takes the place of
+    each, and calls the function from its beginning; its pipeline joins the others at their next checkpoint.
 
     On a GPU each virtual rank has a stream of its own. With `sms` each stream has that many multiprocessors for itself, so that
     one GPU stands for several smaller ones; with one number per rank, for GPUs of different speeds.
@@ -44,6 +51,14 @@ def launch(
     backend = backend.lower()
     if sms is not None and backend != "threads":
         raise ScheduleError(f"sms={sms} splits one GPU among virtual ranks, but backend {backend!r} has none")
+    check_count("losses, the number of processes that may end early,", losses, 0, error=ScheduleError)
+    if restart and not losses:
+        raise ScheduleError("restart=True, but losses=0: give the number of processes that may end early, at least 1 to restart them")
+    if losses and (backend != "gloo" or is_under_torchrun()):
+        raise ScheduleError(
+            f"losses={losses} is for processes that launch starts itself, with backend='gloo'; under other launchers, give the pipeline "
+            "on_loss='take-over'"
+        )
     if backend == "gloo":
         if is_under_torchrun():
             group = join()
@@ -51,7 +66,7 @@ def launch(
                 raise ScheduleError(f"launch for {ranks} ranks, but there are {group.ranks} processes: start as many")
             return group.gather(group.rank, "launch", fn(*args), _RESULTS)
         with Workers(ranks) as workers:
-            return workers.run(fn, args)
+            return workers.run(fn, args, losses=losses, restart=restart)
     if backend == "nccl":
         raise UnknownNameError(
             "backend 'nccl': NCCL is not a backend of launch, but how processes exchange tensors: start one process per GPU with "

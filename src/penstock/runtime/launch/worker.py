@@ -54,6 +54,10 @@ class Task:
     ranks: int
     call: bytes
     seed: bytes
+    returning: bool = False
+    """Whether the worker takes the place of one that has ended."""
+    losses: int = 0
+    """How many workers may be lost."""
 
 
 def main() -> None:
@@ -109,17 +113,21 @@ def run(start: Start, task: Task, stores: list[Any]) -> tuple[Any, bool]:
     import torch
     import torch.distributed as dist
 
-    from penstock.runtime.transport.current_group import leave_joined, set_group
+    from penstock.runtime.transport.current_group import initialise_alone, leave_joined, set_group
     from penstock.runtime.transport.failures import PrefixStore, TCPStore
     from penstock.runtime.transport.processes import CONNECT, Processes
 
     while len(stores) < 2:
         stores.append(TCPStore(start.host, start.port, is_master=False, wait_for_workers=False))
     own_store, torch_store = (PrefixStore(task.name, store) for store in stores)
-    dist.init_process_group("gloo", store=PrefixStore("torch", torch_store), rank=start.rank, world_size=task.ranks)
+    if task.returning:
+        initialise_alone(PrefixStore("torch", torch_store), start.rank, task.ranks)
+    else:
+        dist.init_process_group("gloo", store=PrefixStore("torch", torch_store), rank=start.rank, world_size=task.ranks)
     places = {"RANK": start.rank, "LOCAL_RANK": start.rank, "WORLD_SIZE": task.ranks, "LOCAL_WORLD_SIZE": task.ranks}
     os.environ |= {name: str(value) for name, value in places.items()}  # as torchrun sets them, for libraries that look there
-    group = Processes(own_store, start.rank, task.ranks, CONNECT)
+    group = Processes(own_store, start.rank, task.ranks, CONNECT, returning=task.returning)
+    group.expects_losses = task.losses > 0
     set_group(group, start.rank)
     try:
         torch.set_rng_state(torch.load(io.BytesIO(task.seed)))

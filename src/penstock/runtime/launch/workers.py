@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import pickle
 import queue
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +25,8 @@ from penstock.errors import LostRankError, PipelineError, ScheduleError
 from penstock.runtime.launch.worker import Start, Task, read_message, write_message
 from penstock.runtime.tensors.boundary import load_pickler
 from penstock.runtime.transport.failures import Notices, PickledError, PrefixStore, TCPStore
+
+logger = logging.getLogger(__name__)
 
 GRACE = 10.0
 """Seconds for the other ranks to end by themselves after one has failed."""
@@ -68,8 +72,14 @@ class Workers:
             assert process.stdin is not None
             write_message(process.stdin, data)
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), *, ranks: int | None = None) -> list[Any]:
-        """Call `fn(*args)` on the first `ranks` ranks, or on all; returns the results by rank, or raises the first failure."""
+    def run(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), *, ranks: int | None = None, losses: int = 0, restart: bool = False
+    ) -> list[Any]:
+        """Call `fn(*args)` on the first `ranks` ranks, or on all; returns the results by rank, or raises the first failure.
+
+        Up to `losses` processes may end early: the others go on, and the result of a lost rank is None. With `restart` a new process takes
+        the place of each.
+        """
         count = self.ranks if ranks is None else ranks
         if not 1 <= count <= self.ranks:
             raise ScheduleError(f"{count} ranks: there are {self.ranks} processes")
@@ -79,31 +89,44 @@ class Workers:
         seed = io.BytesIO()
         torch.save(torch.get_rng_state(), seed)
         name = f"task/{self._count}"
-        task = pickle.dumps(Task(name, count, load_pickler().dumps((fn, tuple(args))), seed.getvalue()))
+        task = Task(name, count, load_pickler().dumps((fn, tuple(args))), seed.getvalue(), losses=losses)
         for process in self.processes:
-            self._send(process, task)
-        return self._collect(count, PrefixStore(name, self._store))
+            self._send(process, pickle.dumps(task))
+        return self._collect(task, PrefixStore(name, self._store), restart)
 
-    def _collect(self, count: int, store: Any) -> list[Any]:
+    def _collect(self, task: Task, store: Any, restart: bool) -> list[Any]:
         results: dict[int, Any] = {}
         failed: list[tuple[int, BaseException]] = []
-        until = float("inf")
+        lost: list[tuple[int, BaseException]] = []
+        until, deaths = float("inf"), 0
         try:
-            while len(results) + len(failed) < self.ranks:
+            while len(results) + len(failed) + len(lost) < self.ranks:
                 rank, answer = self._answers.get(timeout=None if until == float("inf") else max(0.0, until - time.monotonic()))
                 succeeded, value = (False, self._record_death(rank, store)) if answer is None else pickle.loads(answer)
                 if succeeded:
                     results[rank] = value
                     continue
-                failed.append((rank, value.rebuild() if isinstance(value, PickledError) else value))
+                error = value.rebuild() if isinstance(value, PickledError) else value
+                may_be_lost = task.losses > 0 and rank < task.ranks and (answer is not None or deaths < task.losses)
+                if may_be_lost and isinstance(error, LostRankError) and error.lost is None:
+                    deaths += answer is None
+                    logger.warning("%s; the others go on", error)
+                    if answer is None and restart:
+                        _close_input(self.processes[rank])
+                        self.processes[rank] = self._start(rank)
+                        self._send(self.processes[rank], pickle.dumps(replace(task, returning=True)))
+                    else:
+                        lost.append((rank, error))
+                    continue
+                failed.append((rank, error))
                 until = min(until, time.monotonic() + GRACE)
         except queue.Empty:  # some ranks do not end
             self.stop()
         except BaseException:
             self.stop()
             raise
-        raise_first(failed, count)
-        return [results[rank] for rank in range(count)]
+        raise_first(failed or ([] if results else lost), task.ranks)
+        return [results.get(rank) for rank in range(task.ranks)]
 
     def _record_death(self, rank: int, store: Any) -> LostRankError:
         """Tell the other ranks that a process has ended, so that they stop waiting for it; returns the error to raise."""
@@ -130,9 +153,7 @@ class Workers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            if process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    process.stdin.close()
+            _close_input(process)
 
     def close(self) -> None:
         """Let all processes finish."""
@@ -146,6 +167,12 @@ class Workers:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close() if error is None else self.stop()
+
+
+def _close_input(process: subprocess.Popen[bytes]) -> None:
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
 
 
 @contextlib.contextmanager

@@ -136,6 +136,10 @@ class StepMeter:
         if self._since is None:
             self._since = clock()
 
+    def forget_ranks(self) -> None:
+        """Start anew with other ranks, after some were lost or have come back."""
+        self._drift, self._places = DriftWatch(), {}
+
     def pause(self) -> None:
         """Do not count the time from here to the next step, which begins after an evaluation."""
         self._since = None

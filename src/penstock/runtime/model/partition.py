@@ -122,11 +122,11 @@ class Partition:
         return [holders for holders in seen.values() if len(holders) > 1]
 
 
-def partition(model: Any, stages: int, split: Any = None) -> Partition:
+def partition(model: Any, stages: int, split: Any = None, without: Sequence[str] = ()) -> Partition:
     """Cut a model into stages: a whole module, a sequence with one module per stage, or a map with this rank's stages.
 
     `split` says how to cut a whole module: numbers of layers per stage, `Layers`, or an object with a method `cut(model, stages)`; by
-    default its layers are balanced by parameters.
+    default its layers are balanced by parameters. The layers named in `without` are in no stage: the ends of a spread vocabulary.
     """
     _check_materialised(model)
     if isinstance(model, Mapping):
@@ -139,9 +139,11 @@ def partition(model: Any, stages: int, split: Any = None) -> Partition:
         return split.cut(model, stages)  # type: ignore[no-any-return]
     if not isinstance(model, nn.Module):
         raise PlacementError(f"a model is a module, a list of modules or a map of modules by stage, got {type(model).__name__}")
-    names, layers = _list_layers(model, split)
+    names, layers = list_layers(model, split)
+    layers = [layer for name, layer in zip(names, layers, strict=True) if name not in without]
+    names = [name for name in names if name not in without]
     cuts = cut_units([[layer] for layer in layers], stages, split.sizes if isinstance(split, Layers) else split, model, unit="layer")
-    _check_coverage(model, names, layers, split.unused if isinstance(split, Layers) else ())
+    _check_coverage(model, names, layers, (*(split.unused if isinstance(split, Layers) else ()), *without))
     return Partition(tuple(_make_part([names[k] for k in chosen], [layers[k] for k in chosen]) for chosen in cuts))
 
 
@@ -169,7 +171,7 @@ def _check_materialised(model: Any) -> None:
                 raise PlacementError(f"{name!r} has no shape before its layer has run: run the model on a sample, then make the pipeline")
 
 
-def _list_layers(model: nn.Module, split: Any) -> tuple[list[str], list[nn.Module]]:
+def list_layers(model: nn.Module, split: Any) -> tuple[list[str], list[nn.Module]]:
     """Return the names and modules of the model's layers in the order in which they run."""
     if isinstance(split, Layers):
         inner = _find(model, split.layers)

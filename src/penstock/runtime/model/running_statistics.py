@@ -29,6 +29,8 @@ from penstock.runtime.torch_internals.modules import BatchNorm, InstanceNorm, No
 _KNOWN = (BatchNorm.forward, SyncBatchNorm.forward, InstanceNorm.forward)
 """The forwards that are known to update running statistics as `_fold` does."""
 _NAMES = ("running_mean", "running_var", "num_batches_tracked")
+_ONE_COPY = "use a schedule with one copy of each stage that keeps the order of microbatches, such as 1f1b or zbv"
+_START_AGAIN = "the others cannot go on without the ranks that were lost, so start again from the last checkpoint"
 LayerKey = tuple[int, str]
 """A norm layer: its stage, and its name there."""
 _Buffers = dict[str, list[Any]]
@@ -51,12 +53,24 @@ class ForwardStatistics:
 
 
 class RunningStatistics:
-    """The running statistics of one rank's stages, whose modules are given by stage."""
+    """The running statistics of one rank's stages, whose modules are given by stage.
 
-    def __init__(self, modules: Mapping[int, nn.Module], placement: Placement, gather: Gather) -> None:
+    `counts` says of a microbatch whether its statistics count, if not all do: of several replicas, those of the first count.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        placement: Placement,
+        gather: Gather,
+        *,
+        counts: Callable[[int], bool] | None = None,
+    ) -> None:
+        self._counts, self._advice = counts, _ONE_COPY if counts is None else _START_AGAIN
         self.modules = {stage: module.module if isinstance(module, Recomputed) else module for stage, module in modules.items()}
-        self._several = {stage for stage in self.modules if len({copy[stage] for copy in placement.copies}) > 1}
-        """The stages that several ranks hold."""
+        several = {stage for stage in self.modules if len({copy[stage] for copy in placement.copies}) > 1}
+        self._several = several if counts is None else set(self.modules)
+        """The stages that several ranks hold, or of whose microbatches some do not count."""
         self._norms = {stage: dict(_list_norm_layers(module)) for stage, module in self.modules.items()}
         self.gathers = False
         """Whether ranks exchange their statistics at the end of a step."""
@@ -90,7 +104,7 @@ class RunningStatistics:
         def forward(*args: Any, **kwargs: Any) -> Any:
             active = {name: part for name, part in norms.items() if part.training and part.running_mean is not None}
             skip = {f"{name}.{key}" if name else key for name in active for key in _NAMES}
-            with _refuse_other_changes(stage, module, skip, first=stage not in self._checked):
+            with _refuse_other_changes(stage, module, skip, self._advice, first=stage not in self._checked):
                 originals: _Buffers = {name: [own_buffers(part)[key] for key in _NAMES] for name, part in active.items()}
                 zeros: _Buffers = {
                     name: [None if buffer is None else torch.zeros_like(buffer) for buffer in buffers]
@@ -123,7 +137,8 @@ class RunningStatistics:
         folded: list[tuple[Tensor, Tensor]] = []
         for (stage, name), forwards in by_layer.items():
             if stage in self._norms:
-                folded += _fold(self._norms[stage][name], [forwards[microbatch] for microbatch in sorted(forwards)])
+                counted = [forwards[m] for m in sorted(forwards) if self._counts is None or self._counts(m)]
+                folded += _fold(self._norms[stage][name], counted)
         return folded
 
     def reset(self) -> None:
@@ -175,7 +190,7 @@ def _set_buffers(parts: dict[str, NormBase], buffers: _Buffers) -> None:
 
 
 @contextmanager
-def _refuse_other_changes(stage: int, module: nn.Module, skip: set[str], first: bool) -> Iterator[None]:
+def _refuse_other_changes(stage: int, module: nn.Module, skip: set[str], advice: str, first: bool) -> Iterator[None]:
     """Refuse a forward that changes state which cannot be merged. The `first` is checked by value, and may set what was None or missing."""
     state = ModuleState.capture(module) if first else None
     versions = None if first else ModuleVersions.capture(module, skip=skip)
@@ -192,6 +207,5 @@ def _refuse_other_changes(stage: int, module: nn.Module, skip: set[str], first: 
     if changed:
         raise ScheduleError(
             f"the forward of stage {stage} changes {changed[0]!r}, but this rank does not run all of the stage's microbatches in order, as "
-            "the unpipelined model does. Only running statistics of norm layers can be merged from several ranks: use a "
-            "schedule with one copy of each stage that keeps the order of microbatches, such as 1f1b or zbv"
+            f"the unpipelined model does. Only running statistics of norm layers can be merged from several ranks: {advice}"
         )

@@ -46,7 +46,8 @@ class SharedParameters:
     of a step. One object that several ranks hold, as virtual ranks may, sums its gradients by itself and belongs to the first of them.
     With `accumulate_dtype` each rank keeps a sum of its own (`sums_apart`), so those are summed like copies, and rounded once.
 
-    `identify` gives an object's identity among all ranks; `parallel` says that ranks run at the same time.
+    `identify` gives an object's identity among all ranks; `parallel` says that ranks run at the same time; `outside` has the places of the
+    rank's parameters that are in no stage.
     """
 
     def __init__(
@@ -60,10 +61,12 @@ class SharedParameters:
         identify: Callable[[object], Hashable],
         parallel: bool,
         sums_apart: bool,
+        outside: Mapping[str, Place] | None = None,
     ) -> None:
         self._rank, self._identify = rank, identify
         named = dict(parameters)
         known = {name: (stage, k) for stage, part in enumerate(partition.parts) if part for k, (name, _) in enumerate(part.parameters)}
+        known |= outside or {}
         own = {name: _HeldParameter(known[name], identify(p), tuple(p.shape), shard_coordinates(p)) for name, p in named.items()}
         tied = [[name for _, name, _ in holders] for holders in partition.list_tied()]
         everyone = gather("parameters", (own, known, tied, sums_apart))
@@ -143,6 +146,10 @@ class SharedParameters:
     def settle(self) -> None:
         """Note that a step has succeeded on all ranks."""
         self._backup = None
+
+    def forget(self) -> None:
+        """Drop the gradients of steps that were not finalized."""
+        self._postponed = {}
 
     def reset(self) -> None:
         """Forget a step that has failed, and restore the gradients of the steps before it that were not finalized."""

@@ -7,7 +7,9 @@ buffers of the first data rank; after it they sum the loss.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import compress
@@ -16,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import PipelineError, PlacementError, ScheduleError
+from penstock.errors import PenstockError, PipelineError, PlacementError, ScheduleError
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.passes.shard import Shard
 from penstock.runtime.batch.step_input import StepInput
+from penstock.runtime.device.connections import broadcast_options
 from penstock.runtime.device.timing import clock
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.model.tied_parameters import Gather
@@ -42,7 +45,8 @@ class DataParallel:
 
     The pipeline calls `agree` before each step, `begin` and `finish` around a training step (`postpone` instead of `finish` if it does not
     finalize its gradients), `settle` when a training step has succeeded, `finish_evaluation` after an evaluation, and `reset` when a step
-    has failed. The executor asks for `operation` and `around` when it resolves the program.
+    has failed. When ranks were lost or have come back it calls `regroup`, and then `start` if some have come back. The executor asks for
+    `operation` and `around` when it resolves the program.
     `dtype` is what gradients are accumulated in; None for the parameters' own.
     """
 
@@ -50,30 +54,65 @@ class DataParallel:
         self, mesh: PipelineMesh | None, stages: Mapping[int, Stage], *, shard: Shard, dtype: torch.dtype | None, deadline: float
     ) -> None:
         self.mesh, self.stages, self.deadline = mesh, stages, deadline
-        self.group: ProcessSubgroup | None = None if mesh is None or mesh.data.ranks == 1 else mesh.data
-        self.rank, self.ranks = (0, 1) if self.group is None else (self.group.rank, self.group.ranks)
+        self.group: ProcessSubgroup | None
+        self.group, self.rank, self.ranks = _use_if_several(None if mesh is None else mesh.data)
         self.sharded = find_sharded_stages({index: stage.module for index, stage in stages.items()}, deadline)
         self.dtype, self.replicas = dtype, ReplicaGradients(dtype)
         self._check(dtype)
-        own = bool(self.sharded), any(is_dtensor(p) for stage in stages.values() for p in stage.module.parameters())
-        everyone = [own] if mesh is None else mesh.whole.gather(mesh.whole.rank, "shards", own, deadline)
-        self.shard = shard if any(sharded for sharded, _ in everyone) else None
+        self._shard = shard
+        self.shard: Shard | None = None
         """The pass that adds UNSHARD and RESHARD to programs, if any rank has sharded stages."""
-        self.scattered = any(scattered for _, scattered in everyone)
+        self.scattered = False
         """Whether any rank holds only a part of a parameter."""
-        self.active = self.group is not None or dtype is not None or self.shard is not None
+        self.active = False
         """Whether there is anything to do in a step; if not, `agree`, `begin`, `finish` and `settle` need not be called."""
         self._broken = False
         self._finalizes = True
         """Whether the REDUCE_GRAD actions of this step sum gradients; if not, they leave it to a later step."""
         modules = {index: stage.module for index, stage in stages.items()}
         self.replicated = ReplicatedTensors(modules, {index: self._list_managed(index) for index in stages})
-        if self.group is not None:
-            self.group.gather(self.group.rank, "start", None, deadline)
-            self.replicated.broadcast(self._connection, self.replicated.list_everything())
-            for sharded in self.sharded.values():
-                for connection, shards in sharded.list_replicated_shards():
-                    self.replicated.broadcast(connection, shards)
+        self.start()
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether any rank holds parts of parameters that others do not hold."""
+        return self.shard is not None or self.scattered
+
+    def start(self) -> None:
+        """Begin together with all ranks: give parameters and buffers the values of the first data rank that has not just come back."""
+        mesh, parameters = self.mesh, [parameter for stage in self.stages.values() for parameter in stage.module.parameters()]
+        own = bool(self.sharded), any(map(is_dtensor, parameters))
+        everyone = [own] if mesh is None else mesh.whole.gather(mesh.whole.rank, "shards", own, self.deadline)
+        self.shard = self._shard if any(sharded for sharded, _ in everyone) else None
+        self.scattered = any(scattered for _, scattered in everyone)
+        self.active = self.group is not None or self.dtype is not None or self.shard is not None
+        if self.group is None:
+            return
+        newcomers = self.group.parent.newcomers
+        root = next(place for place, member in enumerate(self.group.members) if member not in newcomers)
+        self.group.gather(self.group.rank, "start", None, self.deadline)
+        with self.notice_losses("the values of the parameters"):
+            self.replicated.broadcast(self._connection, self.replicated.list_everything(), root)
+        for sharded in self.sharded.values():
+            for connection, shards in sharded.list_replicated_shards():
+                self.replicated.broadcast(connection, shards)
+
+    def regroup(self, group: ProcessSubgroup) -> None:
+        """Go on with these data ranks, and forget the gradients of steps that were not finalized."""
+        self.group, self.rank, self.ranks = _use_if_several(group)
+        self.active = self.group is not None or self.dtype is not None or self.shard is not None
+        self.replicas.forget()
+
+    @contextmanager
+    def notice_losses(self, what: str) -> Iterator[None]:
+        """A context for torch's own collectives: if a connection is lost in it, all ranks raise a report of the rank that is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, PenstockError) or self.group is None or not self.group.parent.goes_on:
+                raise
+            peer = self.group.members[(self.group.rank + 1) % self.group.ranks]
+            self.group.parent.raise_lost(peer, what, error)
 
     def _check(self, dtype: torch.dtype | None) -> None:
         for index, stage in self.stages.items():
@@ -121,33 +160,24 @@ class DataParallel:
         if self.group is None:
             step_input.normalise(step_input.total)
             return
-        share = step_input.share
-        own = len(step_input.args), step_input.total, self.replicated.list_changed(), share.finalizes, step_input.items, share.schedule
+        own = SameOnDataRanks.of(step_input), step_input.total, self.replicated.list_changed()
         gathered = self.group.gather(self.group.rank, name, own, self.deadline)
-        counts, totals, changed, finalizes, items, schedules = zip(*gathered, strict=True)
-        order = "plan with schedules=() to keep the pipeline's own, and let only the order of microbatches differ"
-        for values, what, advice in (
-            (counts, "run different numbers of microbatches", "give all the same count"),
-            (finalizes, "give finalize_gradients different values", "give all the same"),
-            (items, "divide their loss by different numbers of items", "give all the sum over all of them"),
-            ([name or "the own" for name in schedules], "run different schedules, but reduce their gradients in its order", order),
-        ):
-            if len(set(values)) > 1:
-                shown = ", ".join(f"{value} on {self.group.describe_rank(rank)}" for rank, value in enumerate(values))
-                raise PipelineError(f"the data ranks {what}: {shown}; {advice}")
+        same, totals, changed = zip(*gathered, strict=True)
+        SameOnDataRanks.check(same, self.group.describe_rank)
         step_input.normalise(sum(totals))
-        self._copy_buffers(changed)
+        self.copy_changed_buffers(changed)
 
     def copy_buffers(self) -> None:
         """Give the buffers of all data ranks the values of the first, as every step does when it begins."""
         if self.group is not None:
-            self._copy_buffers(self.group.gather(self.group.rank, "buffers", self.replicated.list_changed(), self.deadline))
+            self.copy_changed_buffers(self.group.gather(self.group.rank, "buffers", self.replicated.list_changed(), self.deadline))
 
-    def _copy_buffers(self, changed: Sequence[list[bool]]) -> None:
-        """Copy the buffers that have changed on any data rank."""
+    def copy_changed_buffers(self, changed: Sequence[list[bool]]) -> None:
+        """Copy the buffers that have changed on any data rank; `changed` is `ReplicatedTensors.list_changed` of each."""
         buffers = self.replicated.buffers_of([any(by_rank) for by_rank in zip(*changed, strict=True)])
-        if buffers:
-            self.replicated.broadcast(self._connection, buffers)
+        if buffers and self.group is not None:
+            with self.notice_losses("the values of buffers"):
+                self.replicated.broadcast(self._connection, buffers)
 
     def begin(self, reduces: Sequence[int], *, finalizes: bool = True) -> None:
         """Begin a training step, whose program reduces these stages in this order; without `finalizes` nothing is reduced yet."""
@@ -168,7 +198,8 @@ class DataParallel:
     def finish(self, shared: Collection[int] = ()) -> None:
         """End a training step; `shared` are the ids of parameters that other ranks of the pipeline hold too."""
         self.finish_evaluation()
-        self.replicas.finish(self.deadline, shared)
+        with self.notice_losses("the gradients of other data ranks"):
+            self.replicas.finish(self.deadline, shared)
 
     def postpone(self) -> None:
         """End a training step that does not finalize its gradients: they stay on this rank, and the next step goes on with them."""
@@ -296,15 +327,55 @@ class DataParallel:
         everyone = [own] if group is None else group.gather(group.rank, f"{stage}REDUCE_GRAD", own, self.deadline)
         copies, shards = ([any(by_rank) for by_rank in zip(*by_ranks, strict=True)] for by_ranks in zip(*everyone, strict=True))
         if group is not None and any(copies):
-            self.replicas.reduce(stage, copies, self._connection)
+            with self.notice_losses(f"the gradients of stage {stage}"):
+                self.replicas.reduce(stage, copies, self._connection)
         if sharded is not None and any(shards):
             sharded.reduce(shards)
 
     def _wait_reduction(self, stage: int) -> None:
         """Wait until the sum that `_reduce` began is there; without this the end of the step waits for it."""
-        self.replicas.wait(stage, self.deadline)
+        with self.notice_losses(f"the gradients of stage {stage}"):
+            self.replicas.wait(stage, self.deadline)
         if stage in self.sharded:
             self.sharded[stage].wait_reduction()
+
+
+def _use_if_several(group: ProcessSubgroup | None) -> tuple[ProcessSubgroup | None, int, int]:
+    """A group of data ranks, this one's number in it, and their number; None for the group if there is only this rank."""
+    return (None, 0, 1) if group is None or group.ranks == 1 else (group, group.rank, group.ranks)
+
+
+@dataclass(frozen=True)
+class SameOnDataRanks:
+    """Properties of a step that must be the same on all data ranks."""
+
+    microbatches: int
+    finalizes: bool
+    items: float | None
+    schedule: str
+    step: int | None
+    """How many training steps the rank has run, if ranks may be lost and come back."""
+
+    @classmethod
+    def of(cls, step_input: StepInput) -> SameOnDataRanks:
+        share = step_input.share
+        return cls(len(step_input.args), share.finalizes, step_input.items, share.schedule or "the own", step_input.step)
+
+    @staticmethod
+    def check(everyone: Sequence[SameOnDataRanks], describe_rank: Callable[[int], str]) -> None:
+        """Refuse a step that was not the same on all ranks."""
+        order = "plan with schedules=() to keep the pipeline's own, and let only the order of microbatches differ"
+        for name, what, advice in (
+            ("microbatches", "run different numbers of microbatches", "give all the same count"),
+            ("finalizes", "give finalize_gradients different values", "give all the same"),
+            ("items", "divide their loss by different numbers of items", "give all the sum over all of them"),
+            ("schedule", "run different schedules, but reduce their gradients in its order", order),
+            ("step", "have run different numbers of steps", "load the last checkpoint on a rank that has come back, before its first step"),
+        ):
+            values = [getattr(one, name) for one in everyone]
+            if len(set(values)) > 1:
+                shown = ", ".join(f"{value} on {describe_rank(rank)}" for rank, value in enumerate(values))
+                raise PipelineError(f"the data ranks {what}: {shown}; {advice}")
 
 
 class ReplicatedTensors:
@@ -329,6 +400,11 @@ class ReplicatedTensors:
         for module in self._modules.values():
             yield from (part for part in module.modules() if own_buffers(part))
 
+    @property
+    def has_buffers(self) -> bool:
+        """Whether there are any buffers."""
+        return any(True for _ in self._list_buffered())
+
     def list_changed(self) -> list[bool]:
         """Return per module with buffers whether they may have changed. Norm layers change theirs without changing the version."""
         return [
@@ -342,15 +418,16 @@ class ReplicatedTensors:
         return [buffer for part in compress(self._list_buffered(), wanted) for buffer in part.buffers(recurse=False)]
 
     @torch.no_grad()
-    def broadcast(self, connection: Any, tensors: Sequence[Tensor]) -> None:
-        """Give the tensors the values of the first data rank."""
+    def broadcast(self, connection: Any, tensors: Sequence[Tensor], root: int = 0) -> None:
+        """Give the tensors the values of the first data rank, or of another."""
+        options = broadcast_options(root)
         buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in map(to_local, tensors):
             if tensor.device.type != "meta":
                 buckets.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         for bucket in buckets.values():
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            connection.broadcast([flat]).wait()
+            connection.broadcast([flat], options).wait()
             for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
         self._versions |= {id(tensor): read_version(tensor) for tensor in tensors}
@@ -389,6 +466,10 @@ class ReplicaGradients:
             parameter.grad = grad
             if total is not None:
                 self._sums[id(parameter)] = total
+
+    def forget(self) -> None:
+        """Drop the gradients of steps that were not finalized."""
+        self._postponed.clear()
 
     def is_postponed(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter has gradients of steps that were not finalized."""

@@ -10,6 +10,8 @@ import numpy as np
 import torch.distributed as dist
 
 from penstock.errors import PipelineError, ScheduleError, nearest
+from penstock.planner.losses import Survivors
+from penstock.runtime.device.connections import default_backend
 from penstock.runtime.transport import current_group
 from penstock.runtime.transport.group import Group
 from penstock.runtime.transport.subgroup import ProcessSubgroup, get_subgroup, join_members
@@ -35,7 +37,8 @@ def device_mesh(device: str | None = None, /, **sizes: int) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     shape = _read_shape(sizes, dist.get_world_size())
-    kind = ("cuda" if "cuda:nccl" in dist.get_backend_config() else "cpu") if device is None else device
+    backend = default_backend() if dist.get_backend() == "fake" else dist.get_backend_config()
+    kind = ("cuda" if "cuda:nccl" in backend else "cpu") if device is None else device
     return init_device_mesh(kind, shape, mesh_dim_names=tuple(sizes))
 
 
@@ -61,7 +64,8 @@ class PipelineMesh:
 
     def __init__(self, mesh: Any, transport: str = "auto") -> None:
         self.device_mesh, self.names = mesh, _list_dimension_names(mesh)
-        places = np.arange(mesh.mesh.numel()).reshape(tuple(mesh.mesh.shape))
+        self.places = places = np.arange(mesh.mesh.numel()).reshape(tuple(mesh.mesh.shape))
+        """The ranks of `whole`, each at its place in the mesh."""
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise PipelineError(f"process {dist.get_rank()} is not in the device mesh that was given for the pipeline")
@@ -83,6 +87,42 @@ class PipelineMesh:
         if processes != sorted(processes):  # torch's process groups number them in ascending order, whatever the mesh says
             raise ScheduleError(f"along {' and '.join(names)} the device mesh has processes {processes}: give them in ascending order")
         return get_subgroup(self.whole, members)
+
+    # After losses ------------------------------------------------------------------------------------------------------
+
+    def locate(self, rank: int) -> tuple[int, int]:
+        """Return a rank's place: its rank in its pipeline, and its replica."""
+        place = dict(zip(self.names, map(int, np.unravel_index(rank, self.places.shape)), strict=True))
+        replica = 0
+        for name in self.data_dims:
+            replica = replica * self.places.shape[self.names.index(name)] + place[name]
+        return place.get(PIPE, 0), replica
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether any rank is lost."""
+        return len(self.whole.members) < self.whole.ranks
+
+    def describe_shards(self) -> str:
+        """A sentence: who else has the shards of a lost rank."""
+        if self.data_dims == ("dp_replicate", "dp_shard"):
+            return (
+                "The ranks along dp_replicate hold the same shards, but torch's process groups that gather them cannot go on without a "
+                "rank."
+            )
+        return f"Along {' and '.join(self.data_dims)} no other rank holds the same shards."
+
+    def find_survivors(self) -> Survivors:
+        """Return the places of the ranks that are left."""
+        return Survivors(self.pipe.ranks, self.data.ranks, tuple(map(self.locate, self.whole.members)))
+
+    def join_survivors(self) -> ProcessSubgroup:
+        """Return the group of all ranks that are left."""
+        return get_subgroup(self.whole, self.whole.members)
+
+    def join_peers(self) -> ProcessSubgroup:
+        """Return the group of the ranks that are left with the same stages as this one."""
+        return get_subgroup(self.whole, [member for member in self.data.members if member in self.whole.members])
 
     def _list_processes(self, members: Sequence[int]) -> list[int]:
         """Return the processes at these places of the mesh."""

@@ -45,10 +45,10 @@ def check_sliceable(name: str, module: nn.Module) -> None:
         kind = type(part).__name__
         reason = next((reason for kinds, reason in _MIXERS if isinstance(part, kinds)), None)
         if isinstance(part, NormBase):
-            raise ScheduleError(f"{path}, a {kind}, {reason}: replace it by a LayerNorm, or use a schedule without slices")
+            raise ScheduleError(f"module {path} ({kind}) {reason}: replace it by a LayerNorm, or use a schedule without slices")
         raise ScheduleError(
-            f"{path}, a {kind}, {reason or 'may mix the tokens of a sequence, which cannot be seen from outside'}: use a schedule without "
-            "slices, or let the module around it reach earlier tokens through penstock.runtime.prefix_of and declare "
+            f"module {path} ({kind}) {reason or 'may mix the tokens of a sequence, which cannot be seen from outside'}: use a schedule "
+            "without slices, or let the module around it reach earlier tokens through penstock.runtime.prefix_of and declare "
             f"{DECLARATION} = True in its class; a module that treats each token by itself needs the declaration only"
         )
 

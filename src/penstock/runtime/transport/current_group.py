@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import platform
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +37,10 @@ _current = _CurrentRank()
 _joined: dict[str, Processes] = {}
 _initialised: list[str] = []
 """The starts of the processes in which torch.distributed was initialised here."""
+_STARTED = time.time_ns()
+"""Tells this process from an earlier one with the same number."""
+_returned: list[int] = []
+"""The rank whose place this process takes, if another process had it before."""
 
 
 def set_group(group: Group | None, rank: int) -> None:
@@ -116,7 +122,8 @@ def _connect_once(name: str, rank: int, ranks: int, transport: str) -> Processes
         store: Any = PrefixStore(
             f"penstock/{_name_start()}/{name}", find_private("torch.distributed.distributed_c10d._get_default_store")()
         )
-        _joined[name] = Processes(store.clone(), rank, ranks, CONNECT, transport)
+        _joined[name] = Processes(store.clone(), rank, ranks, CONNECT, transport, returning=bool(_returned))
+        _joined[name].expects_losses = getattr(_current.group, "expects_losses", False)
     return _joined[name]
 
 
@@ -130,16 +137,31 @@ def refuse_threads() -> None:
 
 
 def initialise() -> None:
-    """Initialise torch.distributed, unless it is. If `torchrun` keeps its store, the keys carry a prefix of this start."""
+    """Initialise torch.distributed, unless it is. The keys carry a prefix of this start, because `torchrun` may keep its store.
+
+    If another process had this rank before, this one takes its place, and comes back to the others at a checkpoint.
+    """
     if dist.is_initialized():
         return
-    if not _store_is_kept():
-        dist.init_process_group(default_backend())
-        return
     store, number, ranks = next(rendezvous("env://"))
-    prefix = f"penstock/{_name_start()}/torch"
-    dist.init_process_group(default_backend(), store=PrefixStore(prefix, store), rank=number, world_size=ranks)
+    own = PrefixStore(f"penstock/{_name_start()}", store)
+    identity = f"{platform.node()} {os.getpid()} {_STARTED}"
+    if bytes(own.compare_set(f"process/{number}", "", identity)).decode() == identity:
+        dist.init_process_group(default_backend(), store=PrefixStore("torch", own), rank=number, world_size=ranks)
+    else:
+        initialise_alone(PrefixStore("torch", own), number, ranks)
     _initialised.append(_name_start())
+
+
+def initialise_alone(store: Any, rank: int, ranks: int) -> None:
+    """Initialise torch.distributed in a process that takes the place of a lost rank.
+
+    The others have connected long ago, so it has their numbers but no connections: the pipeline makes its own. Collectives of
+    torch.distributed do nothing in this process.
+    """
+    find_private("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    dist.init_process_group("fake", store=store, rank=rank, world_size=ranks)
+    _returned.append(rank)
 
 
 def _name_start() -> str:

@@ -35,16 +35,18 @@ _UNLIMITED = 1 << 30
 class DeviceConnections:
     """The connections that carry tensors: one for all ranks, or one per channel, so that no message waits behind another channel's."""
 
-    def __init__(self, store: Any, rank: int, ranks: int, deadline: float, *, edges: bool) -> None:
+    def __init__(self, store: Any, rank: int, members: Sequence[int], deadline: float, *, edges: bool) -> None:
+        """`members` are the ranks that take part, in ascending order."""
         self.store, self.rank, self.deadline, self.edges = PrefixStore("tensors", store), rank, deadline, edges
-        self._shared = None if edges else connect_devices(self.store, rank, ranks, deadline)
+        self._places = {member: place for place, member in enumerate(members)}
+        self._shared = None if edges else connect_devices(self.store, self._places[rank], len(members), deadline)
         self._edges: dict[Route, Any] = {}
         self._probed: set[Any] = set()
 
     def find(self, route: Route, peer: int) -> tuple[Any, int]:
         """The connection of a route, and the peer's rank on it."""
         if not self.edges:
-            return self._shared, peer
+            return self._shared, self._places[peer]
         return self._edges[route], int(peer == route[1])
 
     def open(self, routes: Sequence[Route]) -> None:

@@ -1,7 +1,8 @@
 """How processes report a failure: on a board in the store that connects them.
 
 The first rank that fails writes what happened. Every other rank adds what it was doing, when its watching thread sees the failure or
-its connection breaks. The first rank combines both into the report that every rank raises.
+its connection breaks. The first rank combines both into the report that every rank raises. If ranks may be lost, the report also says
+which ranks are gone, so that the others agree on who goes on.
 
 A rank that has something to tell writes it under a key of its own kind, then posts a notice. The others look only for the next notice, and
 read the other keys when there is one. So a look takes the same number of requests for any number of ranks.
@@ -14,17 +15,25 @@ import pickle
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from penstock.runtime.tensors.boundary import load_pickler
+from penstock.runtime.transport.group import RETURNED
 
 PrefixStore, TCPStore = dist.PrefixStore, dist.TCPStore  # type: ignore[attr-defined]
 _ANSWER = 1.5
 """Seconds for the other ranks to say what they were doing."""
+_GIVE_UP = 5.0
+"""Seconds after which a rank that does not answer counts as lost, if ranks may be lost and its process is not known to have ended."""
+_SILENT = "does not answer"
+_NO_STORE = (
+    "the others cannot go on without a lost rank, because the store that connects the ranks is gone, which under env:// is in the process "
+    "of rank 0: start again from the last checkpoint"
+)
 _PAUSE = 0.02
 _NAMED = 3
 """How many ranks a headline names."""
@@ -75,6 +84,8 @@ class FailureReport:
     text: str
     cause: PickledError | None
     fatal: bool
+    lost: tuple[int, ...] | None = None
+    """The ranks that are gone, if the others can go on without them; empty if only a connection was lost. None for any other failure."""
 
 
 class Notices:
@@ -104,12 +115,15 @@ class FailureBoard:
     """Reports of ranks about failures and returns, in one generation of connections.
 
     The store may go away at any time. Writes are lost then, reads find nothing, and ranks report what they know by themselves.
-    `notices` are those of all generations: one is posted for everything that the other ranks should see soon.
+    `notices` are those of all generations: one is posted for everything that the other ranks should see soon. `members` are the ranks that
+    take part. If they go on after losses, `list_ended` lists those whose processes are known to have ended; it is None if they do not.
     """
 
-    def __init__(self, store: Any, rank: int, ranks: int, notices: Notices) -> None:
-        self.store, self.rank, self.ranks = store, rank, ranks
-        self.notices = notices
+    def __init__(
+        self, store: Any, rank: int, members: Sequence[int], notices: Notices, list_ended: Callable[[], Collection[int]] | None = None
+    ) -> None:
+        self.store, self.rank, self.members = store, rank, members
+        self.notices, self.list_ended = notices, list_ended
         self._posted_activity = False
 
     def has_failure(self) -> bool:
@@ -123,13 +137,21 @@ class FailureBoard:
             self._set(f"doing/{self.rank}", line.encode())
 
     def post_failure(
-        self, headline: str, cause: BaseException | None, line: str, *, fatal: bool = False, late: bool = False
+        self,
+        headline: str,
+        cause: BaseException | None,
+        line: str,
+        *,
+        fatal: bool = False,
+        late: bool = False,
+        disconnected: bool = False,
     ) -> FailureReport:
         """Tell all ranks of a failure; returns the report, which is of another rank's failure if that came first.
 
-        If this rank's wait was too long (`late`), the report's headline says which ranks hold it up.
+        If this rank's wait was too long (`late`), the report's headline says which ranks hold it up. If a connection was lost and nobody
+        says why (`disconnected`), or a late rank does not answer, the report says which ranks are gone.
         """
-        failure = pickle.dumps((self.rank, headline, None if cause is None else PickledError.of(cause), fatal, late))
+        failure = pickle.dumps((self.rank, headline, None if cause is None else PickledError.of(cause), fatal, late, disconnected))
         first = failure
         with contextlib.suppress(Exception):
             first = self.store.compare_set("failure", "", failure)
@@ -139,27 +161,41 @@ class FailureBoard:
         return self._compose(failure) if first == failure else self.read_report()
 
     def _compose(self, failure: bytes) -> FailureReport:
-        reporter, headline, cause, fatal, late = pickle.loads(failure)
-        self._wait(f"doing/{rank}" for rank in range(self.ranks))
+        reporter, headline, cause, fatal, late, disconnected = pickle.loads(failure)
+        may_be_lost = self.list_ended is not None and (late or disconnected) and not fatal
+        if may_be_lost and not self._has(f"doing/{self.rank}"):  # this rank has just written it
+            return FailureReport(f"{headline}; {_NO_STORE}", cause, True)
+        self._wait_for_answers(_GIVE_UP if may_be_lost else _ANSWER)
         lines = self._list_activities()
+        lost = tuple(rank for rank, line in lines.items() if line in (_SILENT, RETURNED)) if may_be_lost else None
         if late:
             headline += _describe_holdup(reporter, lines)
-        report = FailureReport(_join(headline, lines), cause, fatal)
-        self._set("report", pickle.dumps(report))
-        return report
+        report = FailureReport(_join(headline, lines), cause, fatal, lost if lost or disconnected else None)
+        known = written = pickle.dumps(report)
+        with contextlib.suppress(Exception):
+            known = bytes(self.store.compare_set("report", "", written))
+        return report if known == written else _load_report(known)
 
-    def _list_activities(self) -> list[str]:
+    def _wait_for_answers(self, seconds: float) -> None:
+        """Wait until every rank has said what it was doing; not for ranks whose processes are known to have ended."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            ended = () if self.list_ended is None else self.list_ended()
+            if self._has(*(f"doing/{rank}" for rank in self.members if rank not in ended)):
+                return
+            time.sleep(_PAUSE)
+
+    def _list_activities(self) -> dict[int, str]:
         """The activity of each rank, as its `Activity` describes it."""
-        lines = (self._get(f"doing/{rank}") for rank in range(self.ranks))
-        return ["does not answer" if line is None else line.decode() for line in lines]
+        lines = {rank: self._get(f"doing/{rank}") for rank in self.members}
+        return {rank: _SILENT if line is None else line.decode() for rank, line in lines.items()}
 
     def read_report(self) -> FailureReport:
         """The report that all ranks raise. If the rank that failed first does not write it, it is composed here."""
-        self._wait(["report"], 2 * _ANSWER)
+        self._wait("report", 2 * (_ANSWER if self.list_ended is None else _GIVE_UP))
         pickled = self._get("report")
         if pickled is not None:
-            report: FailureReport = pickle.loads(pickled)
-            return report
+            return _load_report(pickled)
         failure = self._get("failure")
         if failure is not None:
             return self._compose(failure)
@@ -188,7 +224,7 @@ class FailureBoard:
     def wait_until_all_leave(self, seconds: float, is_over: Callable[[], bool]) -> None:
         """Wait until every rank has come here, one has failed, or `is_over` says that waiting is useless."""
         with contextlib.suppress(Exception):
-            count_arrival(self.store, "left", self.rank, self.ranks)
+            count_arrival(self.store, "left", self.rank, len(self.members))
         pause, until = _PAUSE / 4, time.monotonic() + seconds
         while time.monotonic() < until and not self._has("left/all") and not self.has_failure() and not is_over():
             time.sleep(pause)
@@ -210,21 +246,26 @@ class FailureBoard:
         with contextlib.suppress(Exception):
             self.store.set(key, value)
 
-    def _wait(self, keys: Iterable[str], seconds: float = _ANSWER) -> None:
-        waiting, until = list(keys), time.monotonic() + seconds
-        while time.monotonic() < until and not self._has(*waiting):
+    def _wait(self, key: str, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self._has(key):
             time.sleep(_PAUSE)
 
 
-def _join(headline: str, lines: Sequence[str]) -> str:
-    return "\n".join([headline, *(f"  rank {rank} {line}" for rank, line in enumerate(lines))])
+def _load_report(pickled: bytes) -> FailureReport:
+    report: FailureReport = pickle.loads(pickled)
+    return report
 
 
-def _describe_holdup(reporter: int, lines: Sequence[str]) -> str:
+def _join(headline: str, lines: Mapping[int, str]) -> str:
+    return "\n".join([headline, *(f"  rank {rank} {line}" for rank, line in lines.items())])
+
+
+def _describe_holdup(reporter: int, lines: Mapping[int, str]) -> str:
     """The end of a headline: which ranks hold up the one that has waited too long. These are all ranks that wait for no other."""
     busy = [
         f"rank {rank}, which {line.partition(';')[0]}"
-        for rank, line in enumerate(lines)
+        for rank, line in lines.items()
         if rank != reporter and not line.startswith("waits for ")
     ]
     more = [f"{len(busy) - _NAMED} more ranks"] if len(busy) > _NAMED else []

@@ -17,6 +17,8 @@ Route = tuple[int, int, str]
 Operation = Callable[[], None]
 _SHOWN = 3
 """How many completed actions a report shows."""
+RETURNED = "has returned"
+"""The activity of a rank whose function has returned."""
 
 
 class _Empty:
@@ -158,7 +160,7 @@ class Activity:
         """One line: what the rank does or waits for, since when, and its last actions."""
         now, at, waits = clock(), self.at, self.waits
         if self.over:
-            return "has returned"
+            return RETURNED
         if not self.running or at >= len(self.actions):
             return "is between steps" if waits is None else f"waits for {waits} since {_format_seconds(now - self.since)}"
         action = self.actions[at]

@@ -2,23 +2,27 @@
 
 Connections have generations. On a failure every rank closes its own, which wakes the ranks that wait for it. The ranks meet again
 under the next generation, so that no message of the failed step can reach a later one.
+
+If ranks may be lost (`allow_losses`), the ranks whose processes are gone are left out of the next generation, and a process that takes the
+place of a lost one joins a later one (`readmit`). Ranks keep their numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import pickle
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from penstock.errors import PipelineError
+from penstock.errors import LostRankError, PipelineError
 from penstock.runtime.device.connections import can_use_nccl, device_id
 from penstock.runtime.device.timing import clock
 from penstock.runtime.transport.all_gather import CONTROL_TAG, AllGather
@@ -47,6 +51,8 @@ _PAUSE = 0.005
 _EXPLAIN = 0.5
 """Seconds for another rank to say why a connection was lost."""
 _STORE_TIMEOUT = timedelta(seconds=10)
+_RETURN = 24 * 3600.0
+"""Seconds that a process which takes the place of a lost rank waits for the others to come to a checkpoint."""
 
 
 class Processes(Group):
@@ -57,12 +63,24 @@ class Processes(Group):
 
     `transport` is `framed` (everything goes through the host), `direct` (tensors go from device to device, all messages between two
     ranks in one queue), `edges` (the same with one queue per channel) or `auto`: direct if every rank has a GPU of its own.
+
+    A process that takes the place of a lost rank (`returning`) connects in its first exchange, once the others have let it in.
     """
 
     parallel = True
 
-    def __init__(self, store: Any, rank: int, ranks: int, deadline: float, transport: str = "auto") -> None:
+    def __init__(self, store: Any, rank: int, ranks: int, deadline: float, transport: str = "auto", *, returning: bool = False) -> None:
         self.rank, self.ranks = rank, ranks
+        self.members = tuple(range(ranks))
+        """The ranks that take part; those that were lost do not."""
+        self.newcomers: tuple[int, ...] = ()
+        """The members that have come back in the place of lost ranks when the ranks last connected."""
+        self.goes_on = False
+        """Whether the others go on after ranks are lost."""
+        self.returning = returning
+        """Whether this process takes the place of a lost rank and has not been let in yet."""
+        self.expects_losses = False
+        """Whether the processes were launched such that the others live on when some end."""
         self.transport = transport
         self._activity = Activity()
         self.names: list[str] = []
@@ -73,6 +91,8 @@ class Processes(Group):
         """Everything that may have messages in progress."""
         self.forms = FormAgreements()
         self.generation = -1
+        self._connecting: FailureBoard | None = None
+        """The board of the generation under which this rank is about to meet the others."""
         self.connection: Any = None
         """Gloo's connection of all ranks; None while it is closed after a failure."""
         self.all_gather = AllGather(self, range(ranks), CONTROL_TAG)
@@ -86,42 +106,66 @@ class Processes(Group):
         self._lock = threading.Lock()
         self._store = store
         self._store.set_timeout(_STORE_TIMEOUT)
-        self._connect(deadline)
+        self.board = FailureBoard(PrefixStore("penstock/none", store), rank, self.members, Notices(store))
+        if not returning:
+            self._connect(deadline)
         self._watcher = threading.Thread(target=self._watch, name="penstock watch", daemon=True)
         self._watcher.start()
 
     # Connecting -------------------------------------------------------------------------------------------------------
 
     def _connect(self, deadline: float) -> None:
-        """Meet all ranks under the next generation."""
+        """Meet all members under the next generation."""
         generation = self.generation + 1
         store = PrefixStore(f"penstock/{generation}", self._store)
-        self._meet(store, deadline)
+        board = FailureBoard(store, self.rank, self.members, Notices(self._store), self._list_ended if self.goes_on else None)
+        self._connecting = board
         try:
-            connection = dist.ProcessGroupGloo(store, self.rank, self.ranks, timedelta(seconds=deadline))
-        except RuntimeError as error:
-            raise PipelineError(f"rank {self.rank} cannot connect to the others: {error}") from error
+            self._meet(store, deadline)
+            if self.connection is not None:  # nobody uses it any more: all have come here
+                self._disconnect()
+            connection = self._open_gloo(store, deadline)
+        except PipelineError as error:
+            if not self.goes_on:
+                raise
+            self._disconnect()
+            with self._lock:
+                self.board, self.generation, self._raised = board, generation, True
+            self._failure = board.post_failure(str(error), None, self._activity.describe(), disconnected=True)
+            raise self._build_error(self._failure, error) from error
+        finally:
+            self._connecting = None
         with self._lock:
-            self.board = FailureBoard(store, self.rank, self.ranks, Notices(self._store))
+            self.board = board
             self.generation, self.connection = generation, connection
             self._failure, self._raised = None, False
+        self.all_gather.members = self.members
         if self.transport == "auto":
             devices = self.all_gather.run("devices", device_id(), deadline)
             self.transport = "direct" if can_use_nccl(devices) else "framed"
         self.direct, self.rendezvous = self.transport != "framed", self.transport == "direct"
         if self.direct:
-            self._devices = DeviceConnections(store, self.rank, self.ranks, deadline, edges=self.transport == "edges")
-            self._devices.open(self._routes)
+            self._devices = DeviceConnections(store, self.rank, self.members, deadline, edges=self.transport == "edges")
+            self._devices.open(self._living_routes())
+
+    def _open_gloo(self, store: Any, deadline: float) -> Any:
+        place = self.members.index(self.rank)
+        try:
+            connection = dist.ProcessGroupGloo(store, place, len(self.members), timedelta(seconds=deadline))
+        except RuntimeError as error:
+            raise PipelineError(f"rank {self.rank} cannot connect to the others: {error}") from error
+        return connection if len(self.members) == self.ranks else RenumberedConnection(connection, self.members)
 
     def _meet(self, store: Any, deadline: float) -> None:
-        """Wait until all ranks have arrived. Raises if one never will, or the deadline passes."""
-        count_arrival(store, "here", self.rank, self.ranks)
+        """Wait until all members have arrived. Raises if one never will, or the deadline passes."""
+        count_arrival(store, "here", self.rank, len(self.members))
         pause, until = _PAUSE, time.monotonic() + deadline
         notices, news = Notices(self._store), True
         while not store.check(["here/all"]):
-            ended, returned = (self._list_ranks("ended"), self._list_ranks("returned")) if news else ([], [])
-            if ended or returned or time.monotonic() > until:
-                missing = [rank for rank in range(self.ranks) if not store.check([f"here/{rank}"])]
+            ended, returned = (self._list_ended(), self._list_members("returned")) if news else ([], [])
+            is_over = news and self.goes_on and store.check(["failure"])
+            if ended or returned or is_over or time.monotonic() > until:
+                missing = [rank for rank in self.members if not store.check([f"here/{rank}"])]
                 gone = f"ranks {ended} have ended" if ended else f"ranks {returned} have returned: they made fewer calls"
                 why = gone if ended or returned else f"ranks {missing} did not come within {deadline:g} s"
                 raise PipelineError(f"rank {self.rank} cannot connect to the others: {why}")
@@ -134,11 +178,14 @@ class Processes(Group):
             return bool(self._store.check([what]))
         return False
 
-    def _list_ranks(self, what: str) -> list[int]:
-        """The ranks that have `ended` or `returned`; one request while there are none."""
+    def _list_members(self, what: str) -> list[int]:
+        """The members that have `ended` or `returned`; one request while there are none."""
         with contextlib.suppress(RuntimeError):
-            return [rank for rank in range(self.ranks) if self._store.check([f"{what}/{rank}"])] if self._has_any(what) else []
+            return [rank for rank in self.members if self._store.check([f"{what}/{rank}"])] if self._has_any(what) else []
         return []
+
+    def _list_ended(self) -> list[int]:
+        return self._list_members("ended")
 
     @property
     def closed(self) -> bool:
@@ -152,12 +199,13 @@ class Processes(Group):
     def close(self) -> None:
         """Leave for good. Waits until all ranks have finished, because messages that are not read yet would be lost."""
         self._activity.over = True
-        with contextlib.suppress(RuntimeError):  # the store may be gone
-            self._store.set(f"returned/{self.rank}", b"")
-            self._store.set("returned", b"")
-        self.board.post_return(self.all_gather.number)
+        if self._failure is None or self.rank not in (self._failure.lost or ()):
+            with contextlib.suppress(RuntimeError):  # the store may be gone
+                self._store.set(f"returned/{self.rank}", b"")
+                self._store.set("returned", b"")
+            self.board.post_return(self.all_gather.number)
         if self.connection is not None:
-            self.board.wait_until_all_leave(LEAVE, lambda: self._has_any("ended"))
+            self.board.wait_until_all_leave(LEAVE, lambda: bool(self._list_ended()))
             if self.board.has_failure():
                 self.board.post_activity(self._activity.describe())
         self._closing.set()
@@ -179,18 +227,25 @@ class Processes(Group):
         """Look for failures of other ranks while this one computes or waits: one request per look while nothing happens."""
         seen: FailureBoard | None = None
         first_return: tuple[int, int] | None = None
+        ended: list[int] = []
         notices = Notices(self._store)
         while not self._closing.wait(_LOOK):
-            board, failed = self.board, False
+            board, failed, connecting = self.board, False, self._connecting
+            if connecting is not None and self.goes_on and connecting.has_failure():
+                connecting.post_activity(self._activity.describe())  # this rank is alive, though it cannot get through to the others
             if self.connection is None:
                 continue
             if notices.have_come() or board is not seen:
                 seen, failed, first_return = board, board.has_failure(), board.find_first_return()
+                ended = self._list_ended() if self.goes_on else []
             if failed:
                 board.post_activity(self._activity.describe())
             elif (gone := self._find_outrun(first_return)) is not None:
                 headline = f"{self.describe_rank(gone)} has returned: it made fewer calls than the others"
                 board.post_failure(headline, None, self._activity.describe())
+            elif ended:
+                headline = f"the process of {self.describe_rank(ended[0])} has ended"
+                board.post_failure(headline, None, self._activity.describe(), disconnected=True)
             else:
                 continue
             with self._lock:
@@ -218,7 +273,7 @@ class Processes(Group):
             if time.monotonic() >= until:
                 waited = f"waited {(clock() - self._activity.since) / 1e9:.1f} s for {what}"
                 text = waited if timed_out else f"lost the connection to rank {peer} while it waited for {what}"
-                raise self._report(f"rank {self.rank} {text}", error, late=timed_out)
+                raise self._report(f"rank {self.rank} {text}", error, late=timed_out, disconnected=not timed_out)
             time.sleep(_PAUSE)
         self._disconnect()
         self._raise()
@@ -241,15 +296,20 @@ class Processes(Group):
         raise self._build_error(self._failure, None)
 
     def _build_error(self, report: FailureReport, cause: BaseException | None) -> PipelineError:
-        error = PipelineError(report.text)
+        if report.lost is None:
+            error = PipelineError(report.text)
+        elif self.rank in report.lost:
+            error = LostRankError(f"{self.describe_rank(self.rank)} did not answer the others, which go on without it\n{report.text}")
+        else:
+            error = LostRankError(report.text, report.lost)
         error.__cause__ = cause or (None if report.cause is None else report.cause.rebuild())
         return error
 
     def report_failure(self, rank: int, headline: str, cause: BaseException | None = None) -> PipelineError:
         return self._report(headline, cause)
 
-    def _report(self, headline: str, cause: BaseException | None, *, late: bool = False) -> PipelineError:
-        self._failure = self.board.post_failure(headline, cause, self._activity.describe(), late=late)
+    def _report(self, headline: str, cause: BaseException | None, *, late: bool = False, disconnected: bool = False) -> PipelineError:
+        self._failure = self.board.post_failure(headline, cause, self._activity.describe(), late=late, disconnected=disconnected)
         self._raised = True
         self._disconnect()
         is_first = self._failure.text.startswith(headline)
@@ -267,11 +327,58 @@ class Processes(Group):
     def enter(self, rank: int, deadline: float) -> None:
         if self.connection is not None:
             return
-        if not self._raised:
+        if self.returning:
+            self._return()
+        elif not self._raised:
             self._raise()
-        if self._failure is not None and self._failure.fatal:
+        if self._failure is not None and (self._failure.fatal or self.rank in (self._failure.lost or ())):
             raise self._build_error(self._failure, None)
+        if self._failure is not None and self._failure.lost:
+            self.members = tuple(rank for rank in self.members if rank not in (self._failure.lost or ()))
+        if self._failure is not None:
+            self.newcomers = ()
         self._connect(max(deadline, CONNECT))
+
+    # Losses -----------------------------------------------------------------------------------------------------------
+
+    def allow_losses(self) -> None:
+        """From now on, a rank whose process is gone fails the others with a `LostRankError`, after which they go on without it.
+
+        Called on all ranks, between exchanges.
+        """
+        self.goes_on, self.board.list_ended = True, self._list_ended
+
+    def list_returning(self) -> list[int]:
+        """The lost ranks in whose place a process waits to be let in."""
+        with contextlib.suppress(RuntimeError):
+            return [rank for rank in range(self.ranks) if rank not in self.members and self._store.check([f"waiting/{rank}"])]
+        return []
+
+    def readmit(self, ranks: Sequence[int], deadline: float) -> None:
+        """Let in the processes that wait in the place of lost ranks. Called on all members, after the same exchange."""
+        members = tuple(sorted({*self.members, *ranks}))
+        if self.rank == self.members[0]:
+            for rank in ranks:
+                self._store.delete_key(f"ended/{rank}")
+                self._store.delete_key(f"waiting/{rank}")
+                self._store.set(f"invited/{rank}", pickle.dumps((self.generation + 1, members, tuple(ranks), self.transport)))
+        self.gather(self.rank, "invited", None, deadline)  # nobody looks for them before the old ones are forgotten
+        self.members, self.newcomers = members, tuple(ranks)
+        self._connect(max(deadline, CONNECT))
+
+    def _return(self) -> None:
+        """Wait until the others let this process in, which takes the place of a lost rank."""
+        self._store.set(f"waiting/{self.rank}", b"")
+        pause, until = _PAUSE, time.monotonic() + _RETURN
+        while not self._store.check([f"invited/{self.rank}"]):
+            if self._has_any("returned") or time.monotonic() > until:
+                why = "have finished" if self._has_any("returned") else f"have saved no checkpoint for {_RETURN / 3600:g} hours"
+                raise LostRankError(f"rank {self.rank} cannot come back: the others {why}")
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LOOK)
+        generation, self.members, self.newcomers, self.transport = pickle.loads(self._store.get(f"invited/{self.rank}"))
+        self._store.delete_key(f"invited/{self.rank}")
+        self.generation, self.returning, self.goes_on = generation - 1, False, True
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
@@ -290,7 +397,10 @@ class Processes(Group):
             everyone = self.gather(self.rank, "routes", sorted(routes), deadline)
             self._routes = sorted({*self._routes, *(route for opened in everyone for route in opened)})
             assert self._devices is not None
-            self._devices.open(self._routes)
+            self._devices.open(self._living_routes())
+
+    def _living_routes(self) -> list[Route]:
+        return [route for route in self._routes if {route[0], route[1]} <= set(self.members)]
 
     def agree(self, program: int, inputs: Any, deadline: float) -> None:
         if self.direct:
@@ -314,6 +424,19 @@ class Processes(Group):
 
     def ident(self, thing: object) -> Hashable:
         return self.rank, id(thing)
+
+
+class RenumberedConnection:
+    """A connection of some ranks, which gloo numbers from 0, under the numbers that they have among all."""
+
+    def __init__(self, connection: Any, members: Sequence[int]) -> None:
+        self._connection, self._places = connection, {rank: place for place, rank in enumerate(members)}
+
+    def send(self, tensors: Any, target: int, tag: int) -> Any:
+        return self._connection.send(tensors, self._places[target], tag)
+
+    def recv(self, tensors: Any, source: int, tag: int) -> Any:
+        return self._connection.recv(tensors, self._places[source], tag)
 
 
 class ChannelEnds:

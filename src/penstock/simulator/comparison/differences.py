@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import UsageError
 from penstock.ir.action import Action
-from penstock.ir.kind import COMPUTE, Kind
+from penstock.ir.kind import WORK, Kind
 from penstock.ir.rows import Floats
 from penstock.simulator.comparison.lateness import Delay, Lateness, totals
 from penstock.simulator.comparison.matching import Match, match
@@ -255,7 +255,7 @@ def _average(predicted: Floats, measured: Floats, of: NDArray[np.int64]) -> Both
 def _works(timeline: Timeline) -> Iterable[Work]:
     """The stage and kind of each computation."""
     rows = timeline.table.rows
-    entries = np.flatnonzero(rows.is_kind(*COMPUTE))
+    entries = np.flatnonzero(rows.is_kind(*WORK))
     parts = zip(rows.stage[entries].tolist(), map(Kind, rows.kind[entries].tolist()), rows.heads[entries].tolist(), strict=True)
     works: list[list[tuple[int, Kind]]] = []
     for stage, kind, head in parts:

@@ -10,7 +10,7 @@ import numpy as np
 from penstock.errors import UsageError
 from penstock.ir import codes
 from penstock.ir.action import Action
-from penstock.ir.kind import COMPUTE
+from penstock.ir.kind import WORK
 from penstock.ir.rows import Ints
 from penstock.simulator.timeline import Timeline
 from penstock.simulator.waits import WaitCauses
@@ -76,7 +76,7 @@ class _Sorted:
     @classmethod
     def of(cls, timeline: Timeline) -> _Sorted:
         rows, messages = timeline.table.rows, timeline.messages
-        entries, plain = np.flatnonzero(rows.is_kind(*COMPUTE)), rows.codes & ~codes.JOIN
+        entries, plain = np.flatnonzero(rows.is_kind(*WORK)), rows.codes & ~codes.JOIN
         entries = entries[np.lexsort((entries, plain[rows.group_starts[entries]], rows.rank[entries]))]
         makers, users = plain[messages.maker], plain[messages.after]
         order = np.lexsort((users, makers))

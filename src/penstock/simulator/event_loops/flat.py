@@ -10,13 +10,15 @@ from numpy.typing import NDArray
 
 from penstock.ir.costs import Costs
 from penstock.ir.dependencies import find_releases
-from penstock.ir.kind import COMPUTE, COPIES, SEND_WAITS, Kind
+from penstock.ir.kind import COMPUTE, COPIES, JOINS, SEND_WAITS, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Flags, Floats, Ints, find_first
 from penstock.ir.table import Table
 from penstock.simulator.event_loops.loops import Durations, Graph
 
 Small = NDArray[np.int32]
+_TIMES = {Kind.F: "f", Kind.B: "b", Kind.I: "i", Kind.W: "w", Kind.S: "s", Kind.T: "t"}
+"""The costs of the kinds that occupy the compute lane."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Flat:
         receive, received = self._find_receives()
         slot, retire = self._link_slots(), self._retires()
         lane, num_lanes = self._number_lanes(1)
+        meet, meet_at, join = self._number_meetings()
         empty = np.zeros(0, dtype=np.int32)
         return Graph(
             bounds=_shrink(rows.group_offsets),
@@ -109,6 +112,10 @@ class Flat:
             any_retires=bool((retire >= 0).any()),
             num_lanes=num_lanes,
             shares_lanes=False,
+            meet=_shrink(meet),
+            meet_at=meet_at,
+            join=_shrink(join),
+            any_meets=len(join) > 0,
         )
 
     @cached_property
@@ -117,24 +124,36 @@ class Flat:
         return self.table.rows.is_kind(*COPIES)
 
     def _number_lanes(self, host_link_shared: int) -> tuple[Small, int]:
-        """The lane of what each node starts: one per rank for collectives, then one per link to the host out and one back."""
+        """The lane of what each node starts: one per rank for collectives of its replicas, one for those that all ranks join, then one per
+        link to the host out and one back."""
         rows, ranks = self.table.rows, self.table.ranks
         links = -(-ranks // host_link_shared)
         lane = np.where(rows.is_kind(Kind.UNSHARD, Kind.REDUCE_GRAD), rows.rank, -1)
+        lane = np.where(rows.is_kind(*JOINS), ranks, lane)
         if not self._copies.any():
-            return _shrink(lane[rows.heads]), ranks
+            return _shrink(lane[rows.heads]), ranks + 1
         back = rows.kind == Kind.RELOAD
-        lane = np.where(self._copies, ranks + back * links + rows.rank // host_link_shared, lane)
-        return _shrink(lane[rows.heads]), ranks + 2 * links
+        lane = np.where(self._copies, ranks + 1 + back * links + rows.rank // host_link_shared, lane)
+        return _shrink(lane[rows.heads]), ranks + 1 + 2 * links
+
+    def _number_meetings(self) -> tuple[Ints, Small, Ints]:
+        """For each node that joins a collective of all ranks the number of that collective, else -1; and each collective's joins."""
+        rows, meetings = self.table.rows, self.table.links.meetings
+        meet = np.full(self.num_nodes, -1, dtype=np.int64)
+        order = np.argsort(meetings.joined, kind="stable")
+        join = rows.group[meetings.join]
+        meet[join] = meetings.joined
+        return meet, _starts(meetings.joined[order], len(meetings.code)), join[order]
 
     def _gathers(self) -> tuple[Small, Ints]:
         """For each compute entry, the last UNSHARD of its stage on its rank before it; for each WAIT_REDUCE_GRAD, its reduction.
 
-        For each backward of a moved activation, its RELOAD; and for each OFFLOAD, the action that waits for its copy.
+        For each backward of a moved activation, its RELOAD; for each OFFLOAD, the action that waits for its copy; and for each action that
+        needs a collective of all ranks, its own rank's join.
         """
         rows, local = self.table.rows, self.table.links.local
         use, unshard = self._link_unshards()
-        waited = rows.is_kind(Kind.WAIT_REDUCE_GRAD)[local.after] | rows.is_kind(Kind.RELOAD)[local.before]
+        waited = rows.is_kind(Kind.WAIT_REDUCE_GRAD)[local.after] | rows.is_kind(Kind.RELOAD, *JOINS)[local.before]
         released = find_releases(rows)
         user = np.concatenate((use, local.after[waited], released.after))
         maker = np.concatenate((unshard, local.before[waited], released.before))
@@ -194,7 +213,7 @@ class Flat:
         table, rows = self.table, self.table.rows
         costs.check(table.stages, table.units, table.ranks)
         taken = np.zeros(len(rows.codes))
-        for kind, name in ((Kind.F, "f"), (Kind.B, "b"), (Kind.I, "i"), (Kind.W, "w")):
+        for kind, name in _TIMES.items():
             self._fill(taken, rows.is_kind(kind), costs, name)
         heads = np.flatnonzero(rows.heads)
         node = taken if len(heads) == len(taken) else np.add.reduceat(taken, heads) if len(heads) else taken
@@ -204,6 +223,8 @@ class Flat:
         for kind, name in ((Kind.UNSHARD, "unshard"), (Kind.REDUCE_GRAD, "reduce")):
             of_kind = rows.is_kind(kind)
             collective[of_kind] = np.array(costs.per_stage(name, table.stages))[rows.stage[of_kind]]
+        for kind, name in ((Kind.BROADCAST, "broadcast"), (Kind.COMBINE, "combine")):
+            self._fill(collective, rows.is_kind(kind), costs, name)
         if self._copies.any():
             self._fill(collective, self._copies, costs, "activation")
             rate = np.inf if costs.host_bandwidth is None else costs.host_bandwidth

@@ -3,7 +3,8 @@
 A node is one action of one rank. A rank runs its nodes in order: each begins when the one before has ended, what it waits for
 has arrived, its parameters are gathered and, for a send, a slot is free. A wait for a send begins when the message is there and its
 receive is posted. What it sends leaves when it ends and the link is free. A copy to the host or back starts when its node has ended and
-the lane is free; the nodes that need it wait for its end.
+the lane is free; the nodes that need it wait for its end. A collective of all ranks starts when all have joined it and the one before it
+has ended, one at a time for the whole pipeline; a rank that joins goes on at once, and the nodes that need its result wait for its end.
 
 `run` compiles the loops by numba, cached on disk, if numba is installed; otherwise they run in plain Python.
 """
@@ -64,6 +65,13 @@ class Graph(NamedTuple):
     """One per rank for collectives, then one per link to the host and direction."""
     shares_lanes: bool
     """Whether several ranks start copies on one lane."""
+    meet: Column
+    """The collective of all ranks that the node joins, -1 for other nodes."""
+    meet_at: Column
+    join: Column
+    """Collective k is joined by the nodes `join[meet_at[k] : meet_at[k + 1]]`."""
+    any_meets: bool
+    """Whether any node joins a collective of all ranks."""
 
 
 class Durations(NamedTuple):
@@ -86,9 +94,22 @@ class Times(NamedTuple):
 
 
 def run_independent(  # noqa: PLR0912, PLR0915, PLR0917 - one flat loop: calls would cost more than its lines do
-    graph: Graph, takes: Durations, times: Times, at: Column, now: Column, stack: Column, queued: Column, free: Column, lane: Column
+    graph: Graph,
+    takes: Durations,
+    times: Times,
+    at: Column,
+    now: Column,
+    stack: Column,
+    queued: Column,
+    free: Column,
+    lane: Column,
+    arrived: Column,
+    latest: Column,
 ) -> None:
-    """No link or lane is shared: a rank runs on as far as it can, in any order of ranks, with the same result."""
+    """No link or lane is shared: a rank runs on as far as it can, in any order of ranks, with the same result.
+
+    `arrived` counts the ranks that have joined each collective of all ranks, and `latest` is when the last of them did.
+    """
     bounds, rank_of, need_at, need, send_at = graph.bounds, graph.rank, graph.need_at, graph.need, graph.send_at
     gather_at, gather, collective, received = graph.gather_at, graph.gather, graph.collective, graph.received
     sender, user, receive, slot, link = graph.sender, graph.user, graph.receive, graph.slot, graph.link
@@ -96,7 +117,9 @@ def run_independent(  # noqa: PLR0912, PLR0915, PLR0917 - one flat loop: calls w
     start, end, depart, arrive = times.start, times.end, times.depart, times.arrive
     collective_start, collective_end = times.collective_start, times.collective_end
     any_slots, any_gathers, any_retires, retire = graph.any_slots, len(gather) > 0, graph.any_retires, graph.retire
-    top = len(bounds) - 1
+    any_meets, meet, meet_at, join = graph.any_meets, graph.meet, graph.meet_at, graph.join
+    ranks = len(bounds) - 1
+    top = ranks
     while top > 0:
         top -= 1
         rank = stack[top]
@@ -144,6 +167,10 @@ def run_independent(  # noqa: PLR0912, PLR0915, PLR0917 - one flat loop: calls w
                 for k in range(gather_at[node], gather_at[node + 1]):
                     if collective_end[gather[k]] > begin:
                         begin = collective_end[gather[k]]
+                    elif any_meets and meet[gather[k]] >= 0 and collective_end[gather[k]] < 0:
+                        blocked = True
+                if blocked:
+                    break
             clock = begin + duration[node]
             start[node] = begin
             end[node] = clock
@@ -168,7 +195,24 @@ def run_independent(  # noqa: PLR0912, PLR0915, PLR0917 - one flat loop: calls w
                     queued[other] = 1
                     stack[top] = other
                     top += 1
-            if collective[node] >= 0:
+            if any_meets and meet[node] >= 0:
+                number = meet[node]
+                arrived[number] += 1
+                if clock > latest[number]:
+                    latest[number] = clock
+                if arrived[number] == ranks:
+                    way = collective[node]
+                    begin = latest[number] if latest[number] > lane[way] else lane[way]
+                    lane[way] = begin + collect[node]
+                    for k in range(meet_at[number], meet_at[number + 1]):
+                        collective_start[join[k]] = begin
+                        collective_end[join[k]] = lane[way]
+                        other = rank_of[join[k]]
+                        if other != rank and not queued[other] and at[other] < bounds[other + 1]:
+                            queued[other] = 1
+                            stack[top] = other
+                            top += 1
+            elif collective[node] >= 0:
                 way = collective[node]
                 begin = clock if clock > lane[way] else lane[way]
                 collective_start[node] = begin
@@ -191,12 +235,14 @@ def run_shared(  # noqa: PLR0912, PLR0915, PLR0917
     lane: Column,
     last_on: Column,
     held_by: Column,
+    arrived: Column,
 ) -> None:
     """Links that several channels share, lanes that several ranks share: first come, first served, and lower ranks first at the same time.
 
     `heap` holds the ranks that have something to do, the earliest first; `state` is 1 while a rank's node is running,
     0 when it is to try the node it is at, and 2 when it waits for another rank. `last_on` is the last message of each link;
-    `held_by` gets, for each message that had to wait for a link, the message that held it.
+    `held_by` gets, for each message that had to wait for a link, the message that held it. `arrived` counts the ranks that have joined each
+    collective of all ranks.
     """
     bounds, rank_of, need_at, need, send_at = graph.bounds, graph.rank, graph.need_at, graph.need, graph.send_at
     gather_at, gather, collective, received = graph.gather_at, graph.gather, graph.collective, graph.received
@@ -209,7 +255,23 @@ def run_shared(  # noqa: PLR0912, PLR0915, PLR0917
         clock = now[rank]
         node = at[rank]
         if state[rank] == 1:
-            if collective[node] >= 0:
+            if graph.any_meets and graph.meet[node] >= 0:
+                number = graph.meet[node]
+                arrived[number] += 1
+                if arrived[number] == len(bounds) - 1:
+                    way = collective[node]
+                    begin = clock if clock > lane[way] else lane[way]
+                    lane[way] = begin + takes.collective[node]
+                    for k in range(graph.meet_at[number], graph.meet_at[number + 1]):
+                        times.collective_start[graph.join[k]] = begin
+                        times.collective_end[graph.join[k]] = lane[way]
+                        other = rank_of[graph.join[k]]
+                        if state[other] == 2:
+                            state[other] = 0
+                            if now[other] < clock:
+                                now[other] = clock
+                            size = _push(heap, now, size, other)
+            elif collective[node] >= 0:
                 way = collective[node]
                 begin = clock if clock > lane[way] else lane[way]
                 times.collective_start[node] = begin
@@ -256,6 +318,8 @@ def run_shared(  # noqa: PLR0912, PLR0915, PLR0917
         for k in range(gather_at[node], gather_at[node + 1]):
             if times.collective_end[gather[k]] > begin:
                 begin = times.collective_end[gather[k]]
+            elif graph.any_meets and graph.meet[gather[k]] >= 0 and times.collective_end[gather[k]] < 0:
+                blocked = True
         for message in range(send_at[node], send_at[node + 1]):
             earlier = slot[message]
             if earlier >= 0:
@@ -351,13 +415,15 @@ def _call(loop: Callable[..., None], graph: Graph, takes: Durations, shared: boo
     at = give(np.array(graph.bounds[:-1], dtype=np.int32))
     now, free, lane = (give(np.zeros(count)) for count in (ranks, graph.num_links, graph.num_lanes))
     held_by = give(np.full(messages if shared else 0, -1, dtype=np.int32))
+    meetings = len(graph.meet_at) - 1
+    arrived = give(np.zeros(meetings, dtype=np.int32))
     if shared:
         heap, state = give(np.arange(ranks, dtype=np.int32)), give(np.zeros(ranks, dtype=np.int8))
         last_on = give(np.full(graph.num_links, -1, dtype=np.int32))
-        loop(graph, takes, times, at, now, heap, state, free, lane, last_on, held_by)
+        loop(graph, takes, times, at, now, heap, state, free, lane, last_on, held_by, arrived)
     else:
         stack, queued = give(np.arange(ranks, dtype=np.int32)[::-1].copy()), give(np.ones(ranks, dtype=np.int8))
-        loop(graph, takes, times, at, now, stack, queued, free, lane)
+        loop(graph, takes, times, at, now, stack, queued, free, lane, arrived, give(np.zeros(meetings)))
     return LoopResult(
         Times(*(np.asarray(column, dtype=np.float64) for column in times)),
         np.asarray(at, dtype=np.int32),

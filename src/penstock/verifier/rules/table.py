@@ -18,6 +18,7 @@ from penstock.verifier.rules.placed import placed
 from penstock.verifier.rules.reduction import is_reduced, reduction
 from penstock.verifier.rules.retired import is_retired, outstanding, retired
 from penstock.verifier.rules.sharding import is_sharded, sharding
+from penstock.verifier.rules.vocabulary import is_spread, joined, vocabulary
 
 
 class Rule(NamedTuple):
@@ -35,6 +36,8 @@ RULES = (
     Rule("complete", complete, "all work and every message is there once"),
     Rule("order", order, "every action follows what it needs of its own rank"),
     Rule("matching", matching, "messages are received in the order of their channel", lambda context: context.table.lowered),
+    Rule("vocabulary", vocabulary, "every rank runs its share of the vocabulary once per microbatch", is_spread),
+    Rule("joined", joined, "every rank joins every collective once, in the same order", is_spread),
     Rule("retired", retired, "every send is waited for once", is_retired),
     Rule("deadlock", deadlock, "no rank waits forever"),
     Rule("sharding", sharding, "parameters are unsharded when used", is_sharded),

@@ -1,4 +1,4 @@
-"""Waits of ranks: for data that another rank has not sent, sends and slots that another rank has not taken."""
+"""Waits of ranks: for data that another rank has not sent, collectives that it has not joined, sends and slots that it has not taken."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def slots_of(context: Context) -> BufferCounts | None:
 
 def waits(context: Context) -> Waits:
     """Everything that any action of the table waits for."""
-    parts = [_list_data_waits(context), _find_missing(context), _list_retirements(context)]
+    parts = [_list_data_waits(context), _list_meeting_waits(context), _find_missing(context), _list_retirements(context)]
     buffers = slots_of(context)
     if buffers is not None:
         parts.append(_list_slot_waits(context, buffers))
@@ -40,6 +40,12 @@ def waits(context: Context) -> Waits:
 
 def _list_data_waits(context: Context) -> Waits:
     before, after = context.table.links.data
+    return Waits(before, after, np.zeros(len(after), dtype=np.int64), np.zeros(len(after), dtype=np.bool_))
+
+
+def _list_meeting_waits(context: Context) -> Waits:
+    """What a collective makes is there when every rank has joined it."""
+    before, after = context.table.links.meetings.list_waits(context.rows.rank)
     return Waits(before, after, np.zeros(len(after), dtype=np.int64), np.zeros(len(after), dtype=np.bool_))
 
 

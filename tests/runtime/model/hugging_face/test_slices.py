@@ -44,6 +44,7 @@ from transformers import (
 import penstock as ps
 from models.tiny import COMMON, ROUTERS, VOCABULARY, gpt2, llama, mixtral, qwen, qwen_experts
 from penstock.errors import PenstockError, PlacementError
+from penstock.ir.kind import Kind
 from penstock.runtime import Pipeline, launch
 from penstock.runtime.model.hugging_face.slices import DOCUMENTS, SliceInputs
 from runtime.sequences import assert_within
@@ -227,6 +228,16 @@ def test_rotary_scaling(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral", "mixtral", "gpt2"])
 def test_unequal_lengths_and_recomputation(name: str) -> None:
     check(FAMILIES[name], batches()["packed"], 3, slice_lengths=[7, 5, 1], recompute=True)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "mixtral"])
+def test_moves_to_the_host(name: str) -> None:
+    """The same numbers to the last bit: keys and values stay, everything else of a slice leaves."""
+    model, batch = FAMILIES[name]().train(), batches()["padded"]
+    assert ps.lower(ps.schedule("seq-zb-h1", ranks=2, microbatches=2, slices=3), offload=100).rows.is_kind(Kind.OFFLOAD).any()
+    (loss, moved), (expected, plain) = (by_slices(model, batch, 3, offload=offload) for offload in (True, None))
+    assert loss == expected
+    assert_within(moved, plain, 0.0)
 
 
 @pytest.mark.parametrize("name", ["slimpipe", "zbv", "seq1f1b"])

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.errors import PlanError, ScheduleError
 from penstock.ir.kind import COMPUTE, Kind
+from penstock.ir.program import Program
+from penstock.passes.vocabulary import Vocabulary
 
 FAMILIES = ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zbv", "dualpipe-v", "chimera", "dualpipe")
 COSTS = ps.Costs(f=1.0, i=1.1, w=0.8, latency=0.1, output=0.2, bandwidth=4.0, weight_stash=0.5, parameters=2.0)
@@ -149,7 +151,7 @@ def test_survivors_keep_the_order_of_their_mesh() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: ps.Survivors.after(2, 2, [(1, 0), (1, 1)]), "all 2 replicas of pipeline rank 1 are lost, so nobody holds its stages"),
+        (lambda: ps.Survivors.after(2, 2, [(1, 0), (1, 1)]), "all 2 replicas of pipeline rank 1 are lost, so no rank holds its stages"),
         (lambda: ps.Survivors.after(2, 1, [(0, 0)]), "all 1 replicas of pipeline rank 0 are lost"),
         (lambda: ps.Survivors.after(2, 2, [(2, 0)]), "place (2, 0) in a mesh of 2 pipeline ranks x 2 replicas: ranks run from 0 to 1"),
         (lambda: ps.Survivors.after(2, 2, [3]), "3 is no place of a mesh"),  # type: ignore[list-item]
@@ -158,6 +160,10 @@ def test_survivors_keep_the_order_of_their_mesh() -> None:
         (
             lambda: ps.take_over(ps.schedule("1f1b", 4, 8), ps.Survivors.after(2, 2, [(1, 1)])),
             "the schedule is for 4 ranks, but the pipelines of the mesh have 2",
+        ),
+        (
+            lambda: ps.take_over(Vocabulary().apply(Program.start(ps.schedule("1f1b", 2, 4))), ps.Survivors.after(2, 2, [(1, 1)])),
+            "spreads the vocabulary over its ranks, and the share of a lost rank is needed for every microbatch",
         ),
         (
             lambda: ps.take_over(ps.schedule("seq1f1b", 2, 4), ps.Survivors.after(2, 2, [(1, 1)])),

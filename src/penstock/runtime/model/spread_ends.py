@@ -1,0 +1,108 @@
+"""The two ends of a model whose vocabulary is spread over the ranks: its embedding and its head, which are in no stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from penstock.errors import PlacementError
+from penstock.runtime.model.partition import Layers, list_layers
+from penstock.runtime.torch_internals.modules import has_forward_hooks
+
+
+@dataclass(frozen=True)
+class SpreadEnds:
+    """The layers of a model that are spread over the ranks, with their names in the model; None for one that stays in its stage."""
+
+    embedding: tuple[str, nn.Embedding] | None
+    head: tuple[str, nn.Linear] | None
+
+    @property
+    def names(self) -> list[str]:
+        return [end[0] for end in (self.embedding, self.head) if end is not None]
+
+
+def take_ends(model: Any, split: Any, plan: Any, stages: int, *, embedding: bool, head: bool) -> tuple[nn.Module, Any, SpreadEnds]:
+    """Return the model, the split of the layers between the ends that are spread, and these ends.
+
+    A list of modules is taken as the layers of an `nn.Sequential`, one per stage between the ends unless the split or the plan says
+    otherwise. A plan counts the ends in its first and last stage.
+    """
+    listed = isinstance(model, (list, tuple, nn.ModuleList))
+    if listed:
+        model = nn.Sequential(*model)
+    if isinstance(model, Mapping) or not (split is None or isinstance(split, (Layers, Sequence))):
+        raise PlacementError(
+            "a vocabulary can be spread over the ranks if the whole model is known by its layers: give an nn.Sequential, a list of layers, "
+            "or split=Layers(...), with the embedding first and the head last"
+        )
+    names, layers = list_layers(model, split)
+    count = len(layers) - embedding - head
+    if count < stages:
+        raise PlacementError(f"{len(layers)} layers, of which {count} lie between the spread ends: each of {stages} stages needs one")
+    ends = SpreadEnds(
+        _check_embedding(names[0], layers[0]) if embedding else None,
+        _check_head(names[-1], layers[-1]) if head else None,
+    )
+    _check_ties(ends, dict(zip(names, layers, strict=True)))
+    planned = None if isinstance(plan, str) else getattr(plan, "partition", None)
+    sizes = split.sizes if isinstance(split, Layers) else split
+    if sizes is None and planned is not None:
+        sizes = list(planned)
+        sizes[0] -= embedding
+        sizes[-1] -= head
+        if min(sizes) < 1:
+            raise PlacementError(
+                f"the plan's stages have {list(planned)} layers, embedding and head included: one has no other layer; plan for fewer stages"
+            )
+    if sizes is None and listed and count == stages:
+        sizes = [1] * stages
+    return model, replace(split, sizes=sizes) if isinstance(split, Layers) else sizes, ends
+
+
+def _check_embedding(name: str, layer: nn.Module) -> tuple[str, nn.Embedding]:
+    if not isinstance(layer, nn.Embedding) or type(layer).forward is not nn.Embedding.forward:
+        raise PlacementError(
+            f"the vocabulary is spread over the ranks, so the first layer must be an nn.Embedding: {_describe(name, layer)}"
+        )
+    if layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse:
+        raise PlacementError(
+            f"embedding {name!r} has max_norm, scale_grad_by_freq or sparse, which shares of it cannot have: leave them out"
+        )
+    _check_weights(name, layer)
+    return name, layer
+
+
+def _check_head(name: str, layer: nn.Module) -> tuple[str, nn.Linear]:
+    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+        raise PlacementError(f"the vocabulary is spread over the ranks, so the last layer must be an nn.Linear: {_describe(name, layer)}")
+    _check_weights(name, layer)
+    return name, layer
+
+
+def _describe(name: str, layer: nn.Module) -> str:
+    return f"{name!r} is a {type(layer).__name__}; leave that layer in its stage with ps.Vocabulary(embedding=..., head=...) otherwise"
+
+
+def _check_weights(name: str, layer: nn.Module) -> None:
+    for kind, parameter in layer.named_parameters():
+        if not parameter.requires_grad:
+            raise PlacementError(f"{name}.{kind} is frozen: a vocabulary that is spread over the ranks is trained; set requires_grad")
+        if parameter.is_meta:
+            raise PlacementError(f"{name}.{kind} is on the meta device: a vocabulary that is spread over the ranks needs its values")
+    if has_forward_hooks(layer) or not all(type(parameter) is nn.Parameter for parameter in layer.parameters()) or list(layer.children()):
+        raise PlacementError(f"{name!r} has hooks or parametrizations, which shares of it would not run: leave them out")
+
+
+def _check_ties(ends: SpreadEnds, layers: Mapping[str, nn.Module]) -> None:
+    """Refuse an end whose weight another layer has too."""
+    for name in ends.names:
+        own = {id(parameter) for parameter in layers[name].parameters()}
+        other = next((n for n, layer in layers.items() if n != name and any(id(p) in own for p in layer.parameters())), None)
+        if other is not None:
+            raise PlacementError(
+                f"{name!r} shares its weight with {other!r}: tied layers cannot be spread over the ranks; give each its own"
+            )

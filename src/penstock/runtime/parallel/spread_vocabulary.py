@@ -1,0 +1,195 @@
+"""A rank's part of a vocabulary that is spread over the ranks of a pipeline: its rows of both ends, and the lane of its collectives.
+
+The ranks' threads wait for collectives as they wait for messages: others go on meanwhile, and a failure of any rank or the deadline ends
+the wait. After a failure the lane is abandoned on every rank, because some have joined collectives that others never will, and the next
+step opens a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.errors import ScheduleError
+from penstock.ir.table import Table
+from penstock.runtime.batch.loss import TokenCrossEntropy, is_on_host
+from penstock.runtime.batch.step_input import StepInput
+from penstock.runtime.device.timing import clock
+from penstock.runtime.model.spread_ends import SpreadEnds
+from penstock.runtime.model.tied_parameters import Gather, Place
+from penstock.runtime.parallel.vocabulary import (
+    CollectiveLane,
+    JoinedCollective,
+    MeetingPoint,
+    ProcessLane,
+    SpreadEmbedding,
+    SpreadHead,
+    ThreadLane,
+)
+from penstock.runtime.transport.group import Group
+from penstock.runtime.transport.processes import Processes
+from penstock.runtime.transport.threads import VirtualGroup
+
+_WAIT = "all ranks to join a collective of the vocabulary"
+_LOOK = 0.05
+"""Seconds between two looks for failures of other processes."""
+
+
+class SpreadVocabulary:
+    """A rank's rows of the embedding and of the head, as far as they are spread. Every rank of the pipeline makes one, at the same time."""
+
+    def __init__(
+        self, ends: SpreadEnds, entropy: TokenCrossEntropy | None, table: Table, *, group: Group, rank: int, deadline: float
+    ) -> None:
+        """`entropy` is the loss, which the ranks compute together if the head is spread."""
+        self.group, self.rank, self.deadline = group, rank, deadline
+        lane: CollectiveLane = self._open_lane()
+        self._lane: CollectiveLane | None = lane
+        """None after a failure, until the next step."""
+        self._names = {"embedding": "", "head": ""}
+        self._rows = {"embedding": 0, "head": 0}
+        self.stages = table.stages
+        self.embedding: SpreadEmbedding | None = None
+        self.head: SpreadHead | None = None
+        rank_of = table.placement.rank_of
+        if ends.embedding is not None:
+            self._names["embedding"], words = ends.embedding
+            self._rows["embedding"] = len(words.weight)
+            self.embedding = SpreadEmbedding(words.weight, lane=lane, owner=rank_of(0, 0), padding_idx=words.padding_idx)
+        if ends.head is not None:
+            assert entropy is not None
+            self._names["head"], linear = ends.head
+            self._rows["head"] = len(linear.weight)
+            ignored = entropy.ignore_index
+            self.head = SpreadHead(linear.weight, linear.bias, lane=lane, owner=rank_of(table.stages - 1, 0), ignore_index=ignored)
+
+    # Parameters -------------------------------------------------------------------------------------------------------
+
+    def _list_rows(self) -> Iterator[tuple[str, Place, slice, nn.Parameter]]:
+        """The name of each whole parameter, its place behind or before all stages, this rank's rows of it, and these."""
+        if self.embedding is not None:
+            yield f"{self._names['embedding']}.weight", (-1, self.embedding.first), self.embedding.rows, self.embedding.weight
+        if self.head is not None:
+            yield f"{self._names['head']}.weight", (self.stages, self.head.first), self.head.rows, self.head.weight
+            if self.head.bias is not None:
+                yield f"{self._names['head']}.bias", (self.stages + 1, self.head.first), self.head.rows, self.head.bias
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's rows under the model's own names with the numbers of the rows: `embedding.weight[0:1000]`."""
+        return ((f"{name}[{rows.start}:{rows.stop}]", parameter) for name, _, rows, parameter in self._list_rows())
+
+    def places(self) -> dict[str, Place]:
+        """The place of each of these parameters in the order of the model."""
+        return {f"{name}[{rows.start}:{rows.stop}]": place for name, place, rows, _ in self._list_rows()}
+
+    def gather_weights(self, gather: Gather) -> dict[str, Tensor]:
+        """The whole parameters by name, on every rank."""
+        everyone = gather("vocabulary", {name: parameter.detach().cpu() for name, _, _, parameter in self._list_rows()})
+        return {name: torch.cat([rows[name] for rows in everyone]) for name in everyone[0]}
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, feed: StepInput, entropy: TokenCrossEntropy | None, *, flat: bool) -> None:
+        """Refuse a batch that shares of a vocabulary cannot be computed for, and open a new lane if the last step has failed.
+
+        With `flat`, targets may have one dimension only, as for `torch.nn.functional.cross_entropy`.
+        """
+        if self.embedding is not None:
+            for args in feed.args:
+                tokens = args[0] if len(args) == 1 else None
+                if not isinstance(tokens, Tensor) or tokens.is_floating_point():
+                    raise ScheduleError(
+                        "every rank has a share of the embedding: give every rank the tokens, as the only positional argument of the step"
+                    )
+                _check_range(tokens, self._rows["embedding"], "token")
+        if self.head is not None:
+            assert entropy is not None
+            if feed.targets is None:
+                raise ScheduleError("every rank has a share of the head and the loss: give every rank the target of the step")
+            if feed.outputs:
+                raise ScheduleError("outputs=True, but no rank has the logits of a vocabulary that is spread over the ranks: leave it out")
+            for targets in feed.targets:
+                if not isinstance(targets, Tensor) or targets.is_floating_point():
+                    raise ScheduleError("the target of a head that is spread over the ranks is a tensor of token numbers")
+                if flat and targets.dim() != 1:
+                    raise ScheduleError(
+                        f"targets have {targets.dim()} dimensions, for which cross_entropy expects the vocabulary in dimension 1 of the "
+                        "output: give loss_fn=TokenCrossEntropy()"
+                    )
+                _check_range(targets[targets != entropy.ignore_index], self._rows["head"], "target")
+        if self._lane is None:
+            self._lane = self._open_lane()
+            for layer in (self.embedding, self.head):
+                if layer is not None:
+                    layer.restart(self._lane)
+
+    def abandon(self) -> None:
+        """Leave a step that has failed. The next one opens a new lane together with all other ranks, which raise the failure too."""
+        if self._lane is not None:
+            self._lane.abandon()
+            self._lane = None
+
+    # Lanes ------------------------------------------------------------------------------------------------------------
+
+    def _open_lane(self) -> CollectiveLane:
+        """A lane between all ranks, which all open at the same time."""
+        gather: Callable[[str, Any], list[Any]] = partial(self.group.gather, self.rank, deadline=self.deadline)
+        if isinstance(self.group, VirtualGroup):
+            shared = gather("lane of the vocabulary", MeetingPoint(self.group.ranks, self.deadline) if self.rank == 0 else None)[0]
+            virtual = ThreadLane(self.rank, shared)
+            virtual.on_join, virtual.before_take = self.group.notify, partial(self._wait_for_threads, self.group, virtual)
+            gather("lane of the vocabulary", None)  # nobody asks who has joined before all have a lane
+            return virtual
+        if not isinstance(self.group, Processes):
+            raise ScheduleError(
+                "a vocabulary is spread over all ranks of one pipeline in their own order: leave out mesh= and cluster plans"
+            )
+        processes = gather("lane of the vocabulary", dist.get_rank())
+        if processes != sorted(processes):
+            raise ScheduleError(f"a vocabulary is spread over processes in their own order, but the pipeline has {processes}")
+        group = dist.new_group(processes, timeout=timedelta(seconds=self.deadline), use_local_synchronization=True)
+        lane = ProcessLane(group)
+        lane.before_take = partial(self._wait_for_processes, self.group)
+        return lane
+
+    def _wait_for_threads(self, group: VirtualGroup, lane: ThreadLane, collective: JoinedCollective) -> None:
+        """Let other virtual ranks run until all have joined; the collective then ends without them."""
+        if not lane.have_all_joined(collective):
+            group.wait(self.rank, lambda: lane.have_all_joined(collective), _WAIT, self.deadline)
+            self._note_waited()
+        if collective.future.exception() is not None:
+            group.enter(self.rank, self.deadline)  # raises the failure that has ended the collective
+
+    def _wait_for_processes(self, group: Processes, collective: JoinedCollective) -> None:
+        """Wait for a collective, or until another rank fails."""
+        while not collective.future.done():
+            wait([collective.future], _LOOK)
+            if not collective.future.done():
+                group.check_wait(_WAIT, self.deadline)
+        group.activity(self.rank).waits = None
+        self._note_waited()
+        error = collective.future.exception()
+        if isinstance(error, RuntimeError):
+            group.raise_lost(self.rank, _WAIT, error)
+
+    def _note_waited(self) -> None:
+        """Count the time so far as a wait, not as work."""
+        activity = self.group.activity(self.rank)
+        activity.began = clock()
+        if activity.watch is not None:
+            activity.watch.begin_again()
+
+
+def _check_range(numbers: Tensor, rows: int, what: str) -> None:
+    """Refuse numbers outside of the vocabulary; those on a device are not looked at, because the host would wait for them."""
+    if is_on_host(numbers) and numbers.numel():
+        low, high = (int(end) for end in torch.aminmax(numbers))
+        if low < 0 or high >= rows:
+            raise ScheduleError(f"{what} {low if low < 0 else high} is outside of the vocabulary of {rows} rows")

@@ -1,0 +1,460 @@
+"""The vocabulary of a model, spread over the ranks of a pipeline: its embedding, and its head with the cross-entropy.
+
+Each rank has some rows of both weights. `SpreadHead` and `SpreadEmbedding` have one method per action of a spread schedule (see
+`ir.dependencies`):
+
+| action | head | embedding |
+|---|---|---|
+| `BROADCAST` | brings the head's input to all ranks | brings the gradient of the embedding's output to all ranks |
+| `S` | logits of the rank's rows, their largest and the sum of their exponentials, part of the input's gradient | the rank's rows |
+| `COMBINE` | largest and sum of all rows, and with them the losses and the gradient of the input | the sum of all ranks' rows |
+| `T` | gradients of the rank's rows | gradients of the rank's rows |
+
+A softmax over the whole vocabulary needs its largest logit M and the sum Z of exp(logit - M). Rank r knows m_r and z_r of its own rows, so
+M is the largest m_r, and Z the sum of exp(m_r - M) z_r: two collectives of one number per token. The gradient of the head's input is the
+sum over the ranks of exp(m_r - M) / Z times what S has computed with exp(logit - m_r), less the weights of the target's row: a third one.
+
+The collectives of both layers run in the background on one `CollectiveLane`, one at a time and in the order in which they are joined: that
+order is the same on all ranks, as the verifier's rule `joined` proves. The losses are those of `torch.nn.functional.cross_entropy`.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from penstock.errors import PipelineError
+from penstock.runtime.device.streams import create_streams, record_event, record_use, use_stream, wait_event
+from penstock.text.numbers import format_count
+
+
+def split_rows(rows: int, ranks: int) -> list[int]:
+    """How many rows of the vocabulary each rank has: as even as can be, the first ranks one more.
+
+    >>> split_rows(10, 4)
+    [3, 3, 2, 2]
+    """
+    if rows < ranks:
+        raise PipelineError(f"a vocabulary of {format_count(rows, 'row')} cannot be spread over {ranks} ranks: each needs at least one")
+    return [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+
+
+class JoinedCollective(NamedTuple):
+    """A collective that a rank has joined."""
+
+    number: int
+    """How many the rank had joined before it."""
+    future: Future[Any]
+
+
+class CollectiveLane(ABC):
+    """Runs the collectives of one rank in the background, one after the other, in the order in which they are joined.
+
+    On a GPU they run on a stream of their own. Use it as a context manager, or call `close` when the last one has been waited for.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.joined = 0
+        """How many collectives this rank has joined."""
+        self.on_join: Callable[[], None] | None = None
+        """Called by the rank's thread when it has joined a collective."""
+        self.before_take: Callable[[JoinedCollective], None] | None = None
+        """Called by the rank's thread before it takes the result of a collective, to wait for it in another way; may raise."""
+        self._thread = ThreadPoolExecutor(1, f"collectives of rank {rank}", initializer=use_stream, initargs=(create_streams(2)[1],))
+
+    def join(self, work: Callable[[], Any], *tensors: Tensor) -> JoinedCollective:
+        """Run `work`, which may do several collectives, when those before it are done; it uses these tensors."""
+        ready = record_event()
+
+        def run() -> tuple[Any, Any]:
+            wait_event(ready)
+            record_use(tensors)
+            with torch.no_grad():
+                return work(), record_event()
+
+        collective = JoinedCollective(self.joined, self._thread.submit(run))
+        self.joined += 1
+        if self.on_join is not None:
+            self.on_join()
+        return collective
+
+    def take(self, collective: JoinedCollective) -> Any:
+        """The result of a collective, for this thread's stream to use. Waits for it, and raises the error that it has raised."""
+        if self.before_take is not None:
+            self.before_take(collective)
+        value, done = collective.future.result()
+        wait_event(done)
+        record_use(value)
+        return value
+
+    @abstractmethod
+    def broadcast(self, value: Tensor, source: int) -> Tensor:
+        """The value of one rank on all ranks, in place. Like the others, called within the work of `join`, by every rank."""
+
+    @abstractmethod
+    def sum_on(self, target: int, value: Tensor) -> Tensor:
+        """The sum of all ranks' values on one rank; the others get some tensor of its shape. May change the value."""
+
+    @abstractmethod
+    def sum_everywhere(self, value: Tensor) -> Tensor:
+        """The sum of all ranks' values on all ranks. May change the value."""
+
+    @abstractmethod
+    def find_largest(self, value: Tensor) -> Tensor:
+        """The largest of all ranks' values, element by element, on all ranks. May change the value."""
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def abandon(self) -> None:
+        """Close after a failure: collectives that not all ranks will join are not waited for."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ProcessLane(CollectiveLane):
+    """The collectives of processes, by torch.distributed.
+
+    The group should have no other traffic, because a message between two of its ranks may come between its collectives.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self.group = group
+
+    def broadcast(self, value: Tensor, source: int) -> Tensor:
+        dist.broadcast(value, self._find_global(source), group=self.group)
+        return value
+
+    def sum_on(self, target: int, value: Tensor) -> Tensor:
+        dist.reduce(value, self._find_global(target), group=self.group)
+        return value
+
+    def sum_everywhere(self, value: Tensor) -> Tensor:
+        dist.all_reduce(value, group=self.group)
+        return value
+
+    def find_largest(self, value: Tensor) -> Tensor:
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group)
+        return value
+
+    def _find_global(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+class ThreadLane(CollectiveLane):
+    """The collectives of virtual ranks, which are threads of one process on one device: `ThreadLane.create(ranks)` gives one per rank."""
+
+    def __init__(self, rank: int, shared: MeetingPoint) -> None:
+        super().__init__(rank, len(shared.values))
+        self._shared = shared
+        shared.lanes[rank] = self
+
+    @classmethod
+    def create(cls, ranks: int, timeout: float = 60.0) -> list[ThreadLane]:
+        """One lane per rank. A collective that not all ranks have joined after `timeout` seconds fails on all of them."""
+        shared = MeetingPoint(ranks, timeout)
+        return [cls(rank, shared) for rank in range(ranks)]
+
+    def have_all_joined(self, collective: JoinedCollective) -> bool:
+        """Whether every rank has joined a collective, so that it ends without any of them."""
+        return all(lane is not None and lane.joined > collective.number for lane in self._shared.lanes)
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._shared.barrier.abort()
+
+    def broadcast(self, value: Tensor, source: int) -> Tensor:
+        with self._shared.meet(self.rank, value) as values:
+            return value if self.rank == source else value.copy_(values[source])
+
+    def sum_on(self, target: int, value: Tensor) -> Tensor:
+        with self._shared.meet(self.rank, value) as values:
+            return sum(values[1:], start=values[0]) if self.rank == target else value
+
+    def sum_everywhere(self, value: Tensor) -> Tensor:
+        with self._shared.meet(self.rank, value) as values:
+            return sum(values[1:], start=values[0])
+
+    def find_largest(self, value: Tensor) -> Tensor:
+        with self._shared.meet(self.rank, value) as values:
+            return torch.stack(values).amax(dim=0)
+
+
+class MeetingPoint:
+    """Where threads lay out their values for each other."""
+
+    def __init__(self, ranks: int, timeout: float) -> None:
+        self.values: list[Any] = [None] * ranks
+        self.events: list[Any] = [None] * ranks
+        self.lanes: list[ThreadLane | None] = [None] * ranks
+        self.timeout, self.barrier = timeout, threading.Barrier(ranks)
+
+    @contextmanager
+    def meet(self, rank: int, value: Tensor) -> Iterator[list[Tensor]]:
+        """The values of all ranks, for as long as they stay as they are."""
+        self.values[rank], self.events[rank] = value, record_event()
+        self._wait_for_all()
+        yield list(self.values)
+        self.events[rank] = record_event()
+        self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        """Wait until every rank is here, and for what their streams have done before."""
+        try:
+            self.barrier.wait(self.timeout)
+        except threading.BrokenBarrierError:
+            raise PipelineError(f"not all of {len(self.values)} ranks have joined a collective within {self.timeout:g} s") from None
+        for event in self.events:
+            wait_event(event)
+
+
+class _RowShard:
+    """A rank's rows of a weight of the vocabulary."""
+
+    first: int
+    """The first of them in the whole weight."""
+    weight: nn.Parameter
+    """The rank's rows. T adds to their gradient."""
+
+    def __init__(self, weight: Tensor | _RowShard, lane: CollectiveLane, owner: int, what: str) -> None:
+        if not 0 <= owner < lane.ranks:
+            raise PipelineError(f"rank {owner} has the {what}, but the group has ranks 0 to {lane.ranks - 1}")
+        self.lane, self.owner = lane, owner
+        if isinstance(weight, _RowShard):
+            if weight.lane is not lane:
+                raise PipelineError("a head that shares its weight with an embedding joins collectives on the same lane")
+            self.first, self.weight = weight.first, weight.weight
+            return
+        sizes = split_rows(len(weight), lane.ranks)
+        self.first = sum(sizes[: lane.rank])
+        self.weight = nn.Parameter(self._take(weight, sizes[lane.rank]))
+
+    def _take(self, whole: Tensor, count: int) -> Tensor:
+        return whole.detach()[self.first : self.first + count].clone()
+
+    @property
+    def rows(self) -> slice:
+        """The rank's rows in the whole weight."""
+        return slice(self.first, self.first + len(self.weight))
+
+    def _find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Which tokens are rows of this rank, and their places among these rows; 0 for the others."""
+        place = tokens - self.first
+        own = (place >= 0) & (place < len(self.weight))
+        return own, torch.where(own, place, 0)
+
+
+def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    gradient = gradient.to(parameter.dtype)
+    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+class _Share(NamedTuple):
+    """What S of the head has made of a microbatch."""
+
+    hidden: Tensor
+    """The head's input, one row per token."""
+    exponentials: Tensor
+    """exp(logit - largest) of the rank's rows."""
+    largest: Tensor
+    total: Tensor
+    """The sum of the exponentials."""
+    picked: Tensor
+    """The logit of the target, on the rank that has its row; else 0."""
+    gradient: Tensor
+    """The exponentials times the weights."""
+    own: Tensor
+    """Whether the target is a row of this rank and counts."""
+    place: Tensor
+    scale: Tensor
+    """How much the loss of each token counts."""
+
+
+class _Combined(NamedTuple):
+    """What COMBINE of the head has made of a microbatch."""
+
+    factor: Tensor
+    """From the rank's exponentials to probabilities."""
+    losses: Tensor
+    gradient: Tensor
+    """Of the head's input, on the owner."""
+
+
+class SpreadHead(_RowShard):
+    """The output layer and the cross-entropy, spread over the ranks.
+
+    `weight` (vocabulary x hidden) and `bias` are the whole ones, the same on every rank, which keeps its own rows. With a `SpreadEmbedding`
+    in place of the weight, both layers share one parameter, and their gradients add up in it (tied embeddings). `owner` is the rank of the
+    last stage. Exponentials and sums are computed in float32, or in the type of the weight if that has more digits. Targets equal to
+    `ignore_index` have no loss.
+
+    For each microbatch, by its number, every rank calls `join_broadcast`, `run_share` and `join_combine` in this order, and then once
+    each, in any order, `add_weight_gradients`, `take_losses` and, on the owner, `take_input_gradient`. Calls for different microbatches may
+    be mixed, with the collectives in one order on all ranks.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | SpreadEmbedding,
+        bias: Tensor | None = None,
+        *,
+        lane: CollectiveLane,
+        owner: int,
+        ignore_index: int = -100,
+    ) -> None:
+        super().__init__(weight, lane, owner, "last stage")
+        self.bias = None if bias is None else nn.Parameter(self._take(bias, len(self.weight)))
+        self.ignore_index = ignore_index
+        self.dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        self.restart(lane)
+
+    def restart(self, lane: CollectiveLane) -> None:
+        """Forget all microbatches in progress, after a failure, and join collectives on this lane from now on."""
+        self.lane = lane
+        self._inputs: dict[int, JoinedCollective] = {}
+        self._shares: dict[int, _Share] = {}
+        self._factors: dict[int, JoinedCollective] = {}
+        self._losses: dict[int, JoinedCollective] = {}
+        self._gradients: dict[int, JoinedCollective] = {}
+
+    def join_broadcast(self, unit: int, hidden: Tensor) -> None:
+        """BROADCAST: `hidden` is the head's input on the owner; elsewhere a tensor of its shape and type, which is overwritten."""
+        if unit in self._inputs or unit in self._shares:
+            raise PipelineError(f"microbatch {unit} of the spread head is in progress already")
+        value = hidden.detach().contiguous()
+        self._inputs[unit] = self.lane.join(lambda: self.lane.broadcast(value, self.owner), value)
+
+    def run_share(self, unit: int, targets: Tensor, weights: Tensor | float = 1.0) -> None:
+        """S: the logits of the rank's rows, and its part of the gradient of the head's input.
+
+        `weights` is how much the loss of each token counts in the gradients, such as one over the number of tokens for a mean.
+        """
+        hidden = self.lane.take(self._inputs.pop(unit))
+        hidden, targets = hidden.view(-1, hidden.shape[-1]), targets.reshape(-1)
+        if len(targets) != len(hidden):
+            raise PipelineError(f"microbatch {unit} has {len(hidden)} tokens, but {len(targets)} targets")
+        counts = targets != self.ignore_index
+        scale = counts * torch.as_tensor(weights, dtype=self.dtype, device=targets.device)
+        own, place = self._find(targets)
+        own &= counts
+        with torch.no_grad():
+            logits = functional.linear(hidden, self.weight, self.bias).to(self.dtype)
+            largest = logits.amax(dim=1)
+            picked = torch.where(own, logits.gather(1, place[:, None])[:, 0], 0.0)
+            exponentials = logits.sub_(largest[:, None]).exp_()
+            gradient = (exponentials.to(self.weight.dtype) @ self.weight).to(self.dtype)
+            total = exponentials.sum(dim=1)
+        self._shares[unit] = _Share(hidden, exponentials, largest, total, picked, gradient, own, place, scale)
+
+    def join_combine(self, unit: int) -> None:
+        """COMBINE: the largest logit and the sum of exponentials over all rows, the losses, and the gradient of the head's input."""
+        share = self._shares[unit]
+        combined = self.lane.join(lambda: self._combine(share), *share)
+        self._factors[unit] = self._losses[unit] = combined
+        if self.lane.rank == self.owner:
+            self._gradients[unit] = combined
+
+    def _combine(self, share: _Share) -> _Combined:
+        largest = self.lane.find_largest(share.largest.clone())
+        rescale = (share.largest - largest).exp()
+        total, picked = self.lane.sum_everywhere(torch.stack((share.total * rescale, share.picked)))
+        factor = rescale / total
+        gradient = share.gradient * factor[:, None] - torch.where(share.own[:, None], self.weight.detach()[share.place], 0.0)
+        gradient = self.lane.sum_on(self.owner, gradient * share.scale[:, None])
+        losses = torch.where(share.scale != 0, total.log() + largest - picked, 0.0)
+        return _Combined(factor, losses, gradient.to(share.hidden.dtype))
+
+    def take_losses(self, unit: int) -> Tensor:
+        """The loss of each token, on every rank; 0 for those that do not count. Waits for the COMBINE."""
+        losses: Tensor = self.lane.take(self._losses.pop(unit)).losses
+        return losses
+
+    def take_input_gradient(self, unit: int) -> Tensor:
+        """The gradient of the head's input, one row per token, on the owner. Waits for the COMBINE."""
+        if self.lane.rank != self.owner:
+            raise PipelineError(f"the gradient of the head's input is on rank {self.owner}, and this is rank {self.lane.rank}")
+        gradient: Tensor = self.lane.take(self._gradients.pop(unit)).gradient
+        return gradient
+
+    def add_weight_gradients(self, unit: int) -> None:
+        """T: add to the gradients of the rank's rows, and let go of the logits. Waits for the COMBINE."""
+        combined, share = self.lane.take(self._factors.pop(unit)), self._shares.pop(unit)
+        with torch.no_grad():
+            errors = share.exponentials.mul_(combined.factor[:, None])
+            errors[torch.arange(len(errors), device=errors.device), share.place] -= share.own.to(errors.dtype)
+            errors *= share.scale[:, None]
+            if self.bias is not None:
+                _add_gradient(self.bias, errors.sum(dim=0))
+            _add_gradient(self.weight, errors.to(self.weight.dtype).t() @ share.hidden)
+
+
+class SpreadEmbedding(_RowShard):
+    """The input embedding, spread over the ranks; `owner` is the rank of stage 0.
+
+    For each microbatch every rank calls `run_share` and `join_combine`, and later `join_broadcast` and `add_weight_gradients`. The row
+    `padding_idx` gets no gradient, as in `torch.nn.Embedding`.
+    """
+
+    def __init__(self, weight: Tensor, *, lane: CollectiveLane, owner: int, padding_idx: int | None = None) -> None:
+        super().__init__(weight, lane, owner, "first stage")
+        self.padding_idx = padding_idx
+        self.restart(lane)
+
+    def restart(self, lane: CollectiveLane) -> None:
+        """Forget all microbatches in progress, after a failure, and join collectives on this lane from now on."""
+        self.lane = lane
+        self._tokens: dict[int, Tensor] = {}
+        self._made: dict[int, Tensor] = {}
+        self._combined: dict[int, JoinedCollective] = {}
+        self._gradients: dict[int, JoinedCollective] = {}
+
+    def run_share(self, unit: int, tokens: Tensor) -> None:
+        """S: the rows of the tokens that this rank has, zeros for the others."""
+        if unit in self._tokens:
+            raise PipelineError(f"microbatch {unit} of the spread embedding is in progress already")
+        own, place = self._find(tokens)
+        self._tokens[unit] = tokens
+        self._made[unit] = torch.where(own[..., None], self.weight.detach()[place], 0.0)
+
+    def join_combine(self, unit: int) -> None:
+        """COMBINE: the rows of all tokens, on the owner."""
+        made = self._made.pop(unit)
+        self._combined[unit] = self.lane.join(lambda: self.lane.sum_on(self.owner, made), made)
+
+    def take_output(self, unit: int) -> Tensor:
+        """The embeddings of a microbatch, on the owner. Waits for the COMBINE."""
+        if self.lane.rank != self.owner:
+            raise PipelineError(f"the embeddings are on rank {self.owner}, and this is rank {self.lane.rank}")
+        output: Tensor = self.lane.take(self._combined.pop(unit))
+        return output
+
+    def join_broadcast(self, unit: int, gradient: Tensor) -> None:
+        """BROADCAST: the gradient of the embeddings from the owner; elsewhere a tensor of its shape and type, which is overwritten."""
+        value = gradient.detach().contiguous()
+        self._gradients[unit] = self.lane.join(lambda: self.lane.broadcast(value, self.owner), value)
+
+    def add_weight_gradients(self, unit: int) -> None:
+        """T: add to the gradients of the rank's rows. Waits for the BROADCAST."""
+        gradient, tokens = self.lane.take(self._gradients.pop(unit)), self._tokens.pop(unit)
+        self._combined.pop(unit, None)
+        own, place = self._find(tokens)
+        if self.padding_idx is not None:
+            own &= tokens != self.padding_idx
+        rows = torch.zeros_like(self.weight).index_add_(0, place[own], gradient[own].to(self.weight.dtype))
+        _add_gradient(self.weight, rows.detach())

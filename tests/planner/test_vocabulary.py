@@ -1,0 +1,118 @@
+"""Plans that spread the vocabulary over the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import penstock as ps
+from penstock.errors import CostsError, PlanError
+from penstock.ir.cluster import Cluster, Device
+from penstock.ir.kind import SPREAD
+from penstock.ir.placement import Placement
+from penstock.planner.partition.stage_costs import stage_costs
+from penstock.planner.profile.vocabulary import spread_ends
+
+EMBEDDING = ps.Layer(name="embedding", f=0.1, i=0.0, w=0.1, activation=1, output=2, parameters=40, gradients=40, update=0.2, reduction=0.4)
+BLOCK = ps.Layer(name="block", f=1.0, i=1.0, w=1.0, activation=8, weight_stash=4, output=2, parameters=8, gradients=8, update=0.1)
+HEAD = ps.Layer(name="head", f=3.0, i=3.0, w=3.0, activation=24, weight_stash=12, output=20, parameters=40, gradients=40, update=0.2)
+MODEL = ps.Profile([EMBEDDING, *[BLOCK] * 8, HEAD], latency=0.01, bandwidth=100.0)
+OPTIONS = {"ranks": 4, "microbatches": 12, "seconds": 0, "schedules": ["1f1b", "zb-h1", "zbv"]}
+
+
+@pytest.fixture(scope="module")
+def spread() -> ps.Plan:
+    return ps.plan(MODEL, **OPTIONS, vocabulary=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("placement", [Placement.linear(4), Placement.v(4), Placement.looped(2, 3)])
+def test_no_work_is_lost_or_gained(placement: Placement) -> None:
+    """All ranks together compute, hold and update what the whole model does."""
+    ranks, stages = placement.ranks, placement.stages
+    profile = spread_ends(MODEL, ranks)
+    sizes = tuple(len(MODEL) // stages + (stage < len(MODEL) % stages) for stage in range(stages))
+    costs = stage_costs(profile, sizes, placement, (False,) * stages)
+    work = sum(sum(costs.per_stage(name, stages)) for name in "fiw") + ranks * sum(sum(costs.per_stage(name, stages)) for name in "st")
+    assert work == pytest.approx(MODEL.time)
+    assert sum(costs.per_stage("parameters", stages)) == pytest.approx(sum(layer.static for layer in MODEL.layers))
+    assert sum(costs.per_stage("optimizer", stages)) == pytest.approx(sum(layer.update for layer in MODEL.layers))
+    assert sum(costs.per_stage("reduce", stages)) == pytest.approx(sum(layer.reduction for layer in MODEL.layers))
+    shares = costs.per_rank("parameters", placement)
+    assert min(shares) >= (EMBEDDING.static + HEAD.static) / ranks
+    assert costs.of_stage("output", stages - 1) == BLOCK.output  # not the logits: what the head reads is broadcast
+    assert costs.of_stage("broadcast", stages - 1) == pytest.approx((2 if ranks == 4 else 1) * 0.01 + 2 / 100)
+
+
+def test_the_plan_is_faster_than_the_best_cut(spread: ps.Plan) -> None:
+    whole = ps.plan(MODEL, **OPTIONS)  # type: ignore[arg-type]
+    assert spread.vocabulary
+    assert not whole.vocabulary
+    assert spread.objective < 0.95 * whole.objective
+    assert {candidate.vocabulary for candidate in spread.candidates} == {False, True}
+    best_cut = min(c.objective for c in spread.candidates if not c.vocabulary and c.objective is not None)
+    assert best_cut == pytest.approx(whole.objective)
+
+
+def test_the_plan_is_what_it_says(spread: ps.Plan) -> None:
+    assert spread.schedule.rows.is_kind(*SPREAD).any()
+    assert {"joined", "vocabulary"} <= set(spread.proof.rules)
+    assert ps.simulate(ps.lower(spread.schedule), spread.costs).makespan == spread.objective
+    assert spread.overall_bound <= spread.bound * (1 + 1e-9) <= spread.objective * (1 + 1e-9)
+    work = 12 * (sum(layer.time for layer in MODEL.layers[1:-1]) + EMBEDDING.time + HEAD.time) / 4
+    assert spread.objective > work
+    assert spread.bound >= work * (1 - 1e-9)
+    assert "embedding and head on all ranks" in spread.report()
+    assert "all ranks" in spread.report()
+
+
+def test_files(spread: ps.Plan, tmp_path: Path) -> None:
+    spread.save(tmp_path / "plan.json")
+    again = ps.Plan.load(tmp_path / "plan.json")
+    assert (again.objective, again.schedule, again.profile) == (spread.objective, spread.schedule, spread.profile)
+    assert again.vocabulary
+    spread.profile.save(tmp_path / "profile.toml")
+    assert ps.Profile.load(tmp_path / "profile.toml") == spread.profile
+    assert spread.profile.at(2).shares[1].f == 2 * HEAD.f / 4
+
+
+def test_a_head_that_fits_on_no_rank_is_spread() -> None:
+    """The embedding and the head keep 80 each, a rank has 78."""
+    options = {**OPTIONS, "memory_limit": 78.0, "schedules": ["1f1b"]}
+    block = replace(BLOCK, parameters=4, gradients=4, activation=1.0, weight_stash=0.0)
+    model = replace(MODEL, layers=[EMBEDDING, *[block] * 8, replace(HEAD, activation=4.0, weight_stash=0.0)])
+    with pytest.raises(PlanError, match="alone keeps 80"):
+        ps.plan(model, **options)  # type: ignore[arg-type]
+    plan = ps.plan(model, **options, vocabulary=True)  # type: ignore[arg-type]
+    assert plan.vocabulary
+    assert max(plan.predicted.peak_memory) <= 78
+
+
+def test_a_small_head_stays_where_it_is() -> None:
+    """Collectives that take long cost more than a head that takes little."""
+    head = replace(HEAD, f=0.0, i=0.0, w=0.0)
+    plan = ps.plan(replace(MODEL, layers=[*MODEL.layers[:-1], head], bandwidth=1.0), **OPTIONS, vocabulary=True)  # type: ignore[arg-type]
+    assert not plan.vocabulary
+
+
+def test_searched_orders_are_not_spread() -> None:
+    options = {**OPTIONS, "seconds": 1.0, "rounds": 50, "schedules": ["1f1b", "searched"]}
+    plan = ps.plan(MODEL, **options, vocabulary=True)  # type: ignore[arg-type]
+    assert {(candidate.name, candidate.vocabulary) for candidate in plan.candidates} >= {("1f1b", False), ("1f1b", True)}
+    assert not any(candidate.vocabulary for candidate in plan.candidates if candidate.name == "searched")
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(CostsError, match="at least 3 layers; there are 2"):
+        ps.plan(ps.Profile([BLOCK, BLOCK]), ranks=2, microbatches=2, vocabulary=True)
+    with pytest.raises(CostsError, match="leave out cluster="):
+        ps.plan(MODEL, cluster=Cluster([Device(), Device(speed=2.0)]), microbatches=2, vocabulary=True)
+    with pytest.raises(CostsError, match="give the whole profile, and vocabulary=True"):
+        ps.plan(spread_ends(MODEL, 4), ranks=4, microbatches=2)
+    with pytest.raises(CostsError, match="spread over the ranks already"):
+        spread_ends(spread_ends(MODEL, 4), 4)
+    with pytest.raises(CostsError, match="from an embedding and a head, but there are 1"):
+        spread_ends(ps.Profile([BLOCK]), 4)
+    with pytest.raises(CostsError, match="shares are two layers"):
+        ps.Profile([BLOCK], shares=[BLOCK])

@@ -1,0 +1,90 @@
+"""A vocabulary spread over virtual ranks: the numbers of the whole, and a rank that does not come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import penstock as ps
+from penstock.errors import PipelineError, ScheduleError
+from penstock.runtime import Pipeline, launch
+from penstock.runtime.parallel.vocabulary import SpreadEmbedding, SpreadHead, ThreadLane
+
+VOCABULARY, HIDDEN, TOKENS, UNITS = 10, 4, 6, 5
+
+
+def run_ranks(ranks: int, work: Callable[[ThreadLane], Any]) -> list[Any]:
+    lanes = ThreadLane.create(ranks)
+    with ThreadPoolExecutor(ranks) as pool:
+        results = list(pool.map(work, lanes))
+    for lane in lanes:
+        lane.close()
+    return results
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("ranks", "tied"), [(1, False), (3, False), (3, True)])
+def test_embedding_and_head_together(ranks: int, tied: bool) -> None:
+    """A model of an embedding and a head alone, with the collectives of both in one order, and one weight for both or two."""
+    words, weight = draw(0, VOCABULARY, HIDDEN), draw(1, VOCABULARY, HIDDEN)
+    tokens, targets = (torch.randint(VOCABULARY, (UNITS, TOKENS), generator=torch.Generator().manual_seed(seed)) for seed in (2, 3))
+
+    def train(lane: ThreadLane) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        embedding, head = SpreadEmbedding(words, lane=lane, owner=0), SpreadHead(weight, lane=lane, owner=0)
+        head = SpreadHead(embedding, lane=lane, owner=0) if tied else head
+        empty = torch.empty(TOKENS, HIDDEN, dtype=torch.float64)
+        losses = []
+        for unit in range(UNITS):
+            embedding.run_share(unit, tokens[unit])
+            embedding.join_combine(unit)
+        for unit in range(UNITS):
+            head.join_broadcast(unit, embedding.take_output(unit) if lane.rank == 0 else empty.clone())
+            head.run_share(unit, targets[unit])
+            head.join_combine(unit)
+        for unit in range(UNITS):
+            embedding.join_broadcast(unit, head.take_input_gradient(unit) if lane.rank == 0 else empty.clone())
+            head.add_weight_gradients(unit)
+            losses.append(head.take_losses(unit))
+            embedding.add_weight_gradients(unit)
+        return torch.stack(losses), embedding.weight.grad, head.weight.grad
+
+    results = run_ranks(ranks, train)
+    whole = [value.clone().requires_grad_() for value in (words, weight)]
+    whole = [whole[0], whole[0]] if tied else whole
+    losses = functional.cross_entropy((whole[0][tokens] @ whole[1].t()).flatten(0, 1), targets.flatten(), reduction="none")
+    losses.sum().backward()
+    for of_rank in results:
+        torch.testing.assert_close(of_rank[0].flatten(), losses.detach(), rtol=1e-12, atol=1e-12)
+    for place, value in enumerate(whole, start=1):
+        torch.testing.assert_close(torch.cat([of_rank[place] for of_rank in results]), value.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_pipeline_says_that_it_cannot_run_it() -> None:
+    schedule = ps.spread_vocabulary(ps.schedule("1f1b", ranks=2, microbatches=2))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ScheduleError, match="which a pipeline cannot run yet: plan without vocabulary=True"):
+        launch(lambda: Pipeline(model, schedule, loss_fn=functional.mse_loss), 2)
+
+
+def test_layers_that_share_a_weight_share_a_lane() -> None:
+    (one,), (other,) = ThreadLane.create(1), ThreadLane.create(1)
+    with one, other, pytest.raises(PipelineError, match="on the same lane"):
+        SpreadHead(SpreadEmbedding(draw(0, VOCABULARY, HIDDEN), lane=one, owner=0), lane=other, owner=0)
+
+
+def test_a_rank_that_does_not_join_is_told() -> None:
+    first, second = ThreadLane.create(2, timeout=0.1)
+    with first, second:
+        head = SpreadHead(draw(0, VOCABULARY, HIDDEN), lane=first, owner=0)
+        head.join_broadcast(0, draw(1, TOKENS, HIDDEN))
+        with pytest.raises(PipelineError, match=r"not all of 2 ranks have joined a collective within 0\.1 s"):
+            head.run_share(0, torch.zeros(TOKENS, dtype=torch.int64))
