@@ -30,7 +30,8 @@ LIMITED = "within the memory of 1F1B"
 SETTINGS: dict[str, tuple[str, ...] | None] = {"1F1B only": (), LIMITED: None, "any schedule": None}
 """The schedules to choose from besides 1F1B; one setting has the memory limit that 1F1B needs in the fixed order."""
 MOST = 0.02
-"""Seconds that planning a batch may take on 8 ranks with 32 microbatches."""
+"""Seconds that planning or packing a batch may take, up to `LARGE`."""
+LARGE = (8, 64)
 
 
 @contextmanager
@@ -44,6 +45,8 @@ def suite(short: bool) -> Iterator[list[Case]]:
             for schedules in SETTINGS
         ),
         *(Case(f"planning, {schedules}", partial(_speed, shapes[-1], schedules, 2 if short else 20)) for schedules in SETTINGS),
+        Case("planning, larger", partial(_speed, shapes[-1] if short else LARGE, "any schedule", 2 if short else 20)),
+        Case("packing, time", partial(_pack_speed, shapes[-1] if short else LARGE, 2 if short else 20)),
         Case("packing", partial(_pack_rows, shapes[-1], seeds)),
     ]
 
@@ -112,6 +115,12 @@ def _speed(shape: tuple[int, int], setting: str, rounds: int) -> list[Row]:
     planner = make_planner(shape, setting, lengths)
     (times,) = seconds_of(rounds, lambda: planner.order(lengths))
     return [within(f"planning a batch, p={shape[0]} m={shape[1]}, {setting}", times, MOST)]
+
+
+def _pack_speed(shape: tuple[int, int], rounds: int) -> list[Row]:
+    lengths, planner = draw_lengths(0, 8 * shape[1], 0.8), _build_planner(shape, "1F1B only")
+    (times,) = seconds_of(rounds, lambda: planner.pack(lengths))
+    return [within(f"packing 8 samples per microbatch, m={shape[1]}", times, MOST)]
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def measure(model: Model, sms: int | None) -> dict[str, float]:
             unit = next(units)
             head.join_broadcast(unit, hidden)
             for name, work in (
-                ("broadcast", lambda: lane.join(lambda: lane.broadcast(hidden, RANKS - 1), hidden).result()),
+                ("broadcast", lambda: lane.take(lane.join(lambda: lane.broadcast(hidden, RANKS - 1), hidden))),
                 ("s", lambda: head.run_share(unit, model.targets[0])),
                 ("combine", lambda: (head.join_combine(unit), head.take_losses(unit))),
                 ("t", lambda: head.add_weight_gradients(unit)),

@@ -35,6 +35,7 @@ SUITES = (
     "simulation",
     "planner",
     "batch_orders",
+    "published_runs",
     "vocabulary",
     "uneven",
     "losses",

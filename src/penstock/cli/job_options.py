@@ -11,15 +11,14 @@ from penstock.text.options import read_assignments
 
 if TYPE_CHECKING:
     from penstock.planner.job import Job, Machines
+    from penstock.planner.profile import Profile
 
 
 @dataclass(frozen=True)
 class JobOptions:
     """The options as they were given."""
 
-    gpus: Annotated[
-        int | None, count_option("Plan a whole job on N GPUs: all degrees, sharding and recompute; with --transformer.", "--gpus")
-    ] = None
+    gpus: Annotated[int | None, count_option("Plan a whole job on N GPUs: all degrees, sharding and recompute.", "--gpus")] = None
     gpus_per_node: Annotated[int, count_option("GPUs per node, for --gpus.", "--gpus-per-node")] = 8
     global_batch: Annotated[int | None, count_option("Samples per step of the whole job, for --gpus.", "--global-batch")] = None
     gpu: Annotated[str | None, text_option("The kind of GPU, for its data sheet: a100, h100 or h200.", "KIND", "--gpu")] = None
@@ -37,7 +36,7 @@ class JobOptions:
             'The share of each rate that is reached in practice: "matmul=0.76 attention=0.5 memory=0.7 link=0.8".', "SHARES", "--shares"
         ),
     ] = None
-    optimizer: Annotated[str, text_option("adam or muon.", "NAME", "--optimizer")] = "adam"
+    optimizer: Annotated[str, text_option("adam or muon; a profile has its own.", "NAME", "--optimizer")] = "adam"
     pipeline: Annotated[str | None, text_option("Pipeline degrees to choose from.  [default: all]", "N,N", "--pipeline")] = None
     data: Annotated[str | None, text_option("Data degrees to choose from.  [default: all]", "N,N", "--data")] = None
     tensor: Annotated[str | None, text_option("Tensor degrees to choose from.  [default: all in a node]", "N,N", "--tensor")] = None
@@ -53,18 +52,18 @@ class JobOptions:
         ),
     ] = None
 
-    def make_job(self, sizes: dict[str, Any], links: dict[str, Any], headroom: float | None) -> Job:
-        """The job of these options for a model of these sizes; `links` has the memory of a GPU and the links between nodes."""
+    def make_job(self, model: dict[str, Any] | Profile, links: dict[str, Any], headroom: float | None) -> Job:
+        """The job of these options for these sizes or this profile; `links` has the memory of a GPU and the links between nodes."""
         from penstock.planner.job import Job
 
         if self.global_batch is None:
             raise UsageError("--gpus needs --global-batch, the samples per step of the whole job")
-        if "flops" in sizes:
+        if isinstance(model, dict) and "flops" in model:
             raise UsageError("--transformer: leave out flops with --gpus: the rate is --peak-flops, or that of --gpu")
         free = {} if headroom is None else {"headroom": headroom}
         try:
             machines = self._make_machines(links)
-            return Job(model=sizes, machines=machines, batch=self.global_batch, optimizer=self.optimizer, **free)
+            return Job(model=model, machines=machines, batch=self.global_batch, optimizer=self.optimizer, **free)
         except CostsError as error:
             raise UsageError(str(error)) from None
 

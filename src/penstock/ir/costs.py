@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from operator import itemgetter
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -186,6 +187,9 @@ class Costs:
         if name == "b" and value is None:
             return self.table("i", stages, microbatches) + self.table("w", stages, microbatches)
         self._check_stages(name, stages)
+        key = name, stages, microbatches
+        if key in self._tables:
+            return self._tables[key].copy()
         table = np.empty((stages, microbatches))
         for stage in range(stages):
             of_stage = value[stage] if isinstance(value, tuple) else value
@@ -195,7 +199,13 @@ class Costs:
                     "one per microbatch, or per slice if microbatches are cut"
                 )
             table[stage] = of_stage
-        return table
+        self._tables[key] = table
+        return table.copy()
+
+    @cached_property
+    def _tables(self) -> dict[tuple[str, int, int], NDArray[np.float64]]:
+        """The tables that were asked for before."""
+        return {}
 
     def tabulate_held(self, stages: int, microbatches: int) -> NDArray[np.float64]:
         """What every stage (row) holds of every microbatch or slice (column) from its F to its I or B, if nothing is moved to the host.
@@ -291,6 +301,8 @@ class Costs:
         """
         copy = object.__new__(Costs)  # every value has been checked
         copy.__dict__.update({name: value if name in _LINKS else _permute(value, order) for name, value in self.__dict__.items()})
+        chosen = list(order)
+        copy.__dict__["_tables"] = {key: table[:, chosen] for key, table in self._tables.items() if key[2] == len(chosen)}
         return copy
 
     def to_json(self) -> dict[str, Any]:
@@ -334,7 +346,10 @@ def _permute(value: Any, order: Sequence[int]) -> Any:
     """A field's value with every row of one value per microbatch in another order."""
     if not isinstance(value, tuple):
         return value
-    return tuple(tuple(row[k] for k in order) if isinstance(row, tuple) else row for row in value)
+    if len(order) < 2:
+        return value
+    pick = itemgetter(*order)
+    return tuple(pick(row) if isinstance(row, tuple) else row for row in value)
 
 
 def _to_lists(value: Any) -> Any:

@@ -247,6 +247,8 @@ def find_moment(table: Table, costs: Costs, rank: int, all_held: Floats) -> Peak
     stages = table.placement.stages_of(rank)
     first, at_peak, after = np.searchsorted(rows.group, (begin, peak, peak + 1))
     started, ended = slice(first, after), slice(first, at_peak)
+    if table.slices == 1 and not rows.is_kind(Kind.OFFLOAD).any():
+        return _find_whole_moment(table, costs, rank, float(held.max()), (started, ended))
 
     def count(name: str, entries: slice, stage: int, *kinds: Kind, ends: int | None = None) -> float:
         """How many microbatches' sizes these actions stand for: each for its slice's share, or the slice at one end for all of it."""
@@ -285,3 +287,22 @@ def find_moment(table: Table, costs: Costs, rank: int, all_held: Floats) -> Peak
     known += sum(held * sums[name][stage] for name, by_stage in counts.items() for stage, held in zip(stages, by_stage, strict=True))
     activations, stashes, kept, gradients = (tuple(counts[name]) for name in names)
     return PeakMoment(rank, activations, stashes, max(float(held.max() - known), 0.0), kept, gradients)
+
+
+def _find_whole_moment(table: Table, costs: Costs, rank: int, most: float, entries: tuple[slice, slice]) -> PeakMoment:
+    """The same for whole microbatches that nothing moves: `entries` are those that started up to the peak, and those that ended before."""
+    rows, stages = table.rows, list(table.placement.stages_of(rank))
+    begun, done = (
+        np.bincount(rows.kind[part] * table.stages + rows.stage[part], minlength=(max(Kind) + 1) * table.stages)
+        .reshape(-1, table.stages)[:, stages]
+        .tolist()
+        for part in entries
+    )
+    backwards = [i + b for i, b in zip(done[Kind.I], done[Kind.B], strict=True)]
+    activations = tuple(f - back for f, back in zip(begun[Kind.F], backwards, strict=True))
+    stashes = tuple(i - w for i, w in zip(done[Kind.I], done[Kind.W], strict=True))
+    known = 0.0
+    for stage, held, stashed in zip(stages, activations, stashes, strict=True):
+        per_activation = costs.of_stage("activation", stage) + costs.of_stage("kept", stage)
+        known += costs.of_stage("parameters", stage) + held * per_activation + stashed * costs.of_stage("weight_stash", stage)
+    return PeakMoment(rank, activations, stashes, max(most - known, 0.0), activations, (0,) * len(stages))

@@ -43,6 +43,7 @@ from penstock.runtime.execution.programs import (
     forward_program,
     rebuild_table,
 )
+from penstock.runtime.job_plan import check_degrees, settle_recompute, settle_sharding
 from penstock.runtime.measure.metrics import OnStep, StepMeter, list_callbacks
 from penstock.runtime.measure.parity import Parity, StepArguments, compare_step
 from penstock.runtime.measure.recorder import StepTimes, build_timeline, clock_offsets
@@ -123,7 +124,8 @@ class Pipeline:
     - `model`: a whole module (with `split`), a causal language model from transformers (see `HuggingFace`), a list with one module per
       stage, or a mapping with this rank's stages. A module of a list or mapping that returns a tuple passes several arguments on;
     - `plan`: a plan, schedule or program; `schedule=` takes the same, or a name together with `microbatches=`. A plan for a cluster says
-      which rank of the group, its `devices`, becomes which rank of the pipeline: device k of the cluster is rank k of the group;
+      which rank of the group, its `devices`, becomes which rank of the pipeline: device k of the cluster is rank k of the group. What the
+      plan of a whole job asks for is run or refused, see `job_plan`;
     - `loss_fn(output, target)` or `loss_fn(output)`. The losses of microbatches are summed, weighted by `loss_reduction` (`mean` by batch
       elements, or `sum`) or by `weight(target)`. Without a loss function the last stage's output is the loss. A schedule that spreads the
       vocabulary over the ranks takes `TokenCrossEntropy()`, and the whole model as layers, see docs/vocabulary.md;
@@ -140,7 +142,8 @@ class Pipeline:
     - `group`: the process group, or device mesh of one dimension, that the pipeline runs on; defaults to all processes;
     - `mesh`: a device mesh with named dimensions. `pp` is the pipeline; the ranks along `dp`, or `dp_replicate` and `dp_shard`, hold the
       same stages and get a part of the batch each. Stages that `fully_shard` was applied to stay sharded, all others are
-      replicated; `shard=True` applies it to every layer, and `shard=partial(fully_shard, ...)` does so with options;
+      replicated; `shard=True` applies it to every layer, and `shard=partial(fully_shard, ...)` does so with options; defaults to a job
+      plan's choice, else to False;
     - `lookahead`, `residency`: when sharded stages are gathered, and how many a rank holds in full at once, see `Shard`;
     - `accumulate_dtype`: sum the gradients of microbatches and data ranks in this precision, and round once to the parameters' own;
     - `record`: whether steps return a `timeline` of what ran when on every rank. It can be changed between steps, on all ranks alike. On
@@ -190,7 +193,7 @@ class Pipeline:
         deadline: float = 300.0,
         group: Any = None,
         mesh: Any = None,
-        shard: Sharding = False,
+        shard: Sharding | None = None,
         lookahead: int = 1,
         residency: int | None = None,
         accumulate_dtype: torch.dtype | None = None,
@@ -208,23 +211,23 @@ class Pipeline:
     ) -> None:
         ranks = GroupOptions(group, mesh, transport, deadline, on_loss)
         run = ExecutionOptions(seed, accumulate, overlap, graphs, offload)
-        data = DataOptions(shard, Shard(lookahead, residency), accumulate_dtype)
         batch = BatchOptions(batch_dims, target_dims, kwarg_dims, slice_lengths, sequence_dims)
         self._plan: Any = plan if schedule is None else schedule
+        data = DataOptions(settle_sharding(self._plan, shard), Shard(lookahead, residency), accumulate_dtype)
         self.deadline = ranks.deadline
         self.group: Group
         devices = getattr(self._plan, "devices", ())  # of a plan for a cluster
         self.group, self.rank, self.grid = find_group(ranks.group, ranks.mesh, ranks.transport, devices)
+        check_degrees(self._plan, self.grid)
         self.number = self.group.number_pipeline(self.rank)
-        self.offload = run.offload
+        self.record, self.graphs, self.offload = record, run.graphs, run.offload
         self.table = add_moves(find_table(self._plan, self.group.ranks, microbatches), self.offload)
         self.microbatches = self.table.microbatches
         goes_on = ranks.allow_losses(self.grid, self.table)
         returns = self.grid is not None and self.grid.whole.returning
-        self.record, self.graphs = record, run.graphs
         self.seed, self.overlap = run.seed, make_overlap(run.overlap)
         split = self._recognise(model, split, LossOptions(loss_fn, loss_reduction, weight), batch)
-        self._tied = self._cut(model, ModelOptions(split, ties, weights, recompute, compile), data)
+        self._tied = self._cut(model, ModelOptions(split, ties, weights, settle_recompute(self._plan, recompute), compile), data)
         self.stages = {
             index: Stage(index, part.module, unpack=part.unpack, fused=run.accumulate == "fused")
             for index in self.table.placement.stages_of(self.rank)

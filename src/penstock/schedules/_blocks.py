@@ -92,20 +92,24 @@ class _RankQueue:
 
     def __init__(self, stages: tuple[int, int], plan: list[Planned], most: int, give_way: bool) -> None:
         self.stages, self.most, self.give_way = stages, most, give_way
-        self.plan = plan[::-1]
+        numbers = {group: number for number, group in enumerate(dict.fromkeys((kind, chunk) for kind, chunk, _ in plan))}
+        self.groups = [(kind, chunk, LENGTH[kind] == 1, kind is Kind.F, kind is Kind.W) for kind, chunk in numbers]
+        """Kind and chunk, and whether they take one slot, are forwards or weight backwards."""
+        self.plan = [(numbers[kind, chunk], CHANGE[kind], unit) for kind, chunk, unit in reversed(plan)]
+        """The remaining actions, the next one last: the number of their group, how they change what is held, and their unit."""
         self.row: list[int] = []
         self.free = self.held = 0
         self.first_forwards = sum(kind is Kind.F and chunk == 0 for kind, chunk, _ in plan)
-        self.kinds = len({(kind, chunk) for kind, chunk, _ in plan})
 
     def step(self, now: int, arrivals: Arrivals) -> None:
         """Run an action now, if one can run."""
         place = self._choose(now, arrivals)
         if place is None:
             return
-        kind, chunk, unit = self.plan.pop(place)
+        group, change, unit = self.plan.pop(place)
+        kind, chunk, *_ = self.groups[group]
         self.free = now + LENGTH[kind]
-        self.held += CHANGE[kind]
+        self.held += change
         self.first_forwards -= kind is Kind.F and chunk == 0
         arrivals.end(kind, self.stages[chunk], unit, self.free)
         self.row.append(codes.pack(chunk, int(kind), unit))
@@ -113,19 +117,22 @@ class _RankQueue:
     def _choose(self, now: int, arrivals: Arrivals) -> int | None:
         """The place in the plan, which is kept last action first, of the first one that can and may run."""
         weights_wait = self.give_way or not self.first_forwards
-        weights, seen, held, peak = None, set(), self.held, self.held
-        for place in range(len(self.plan) - 1, -1, -1):
-            kind, chunk, unit = self.plan[place]
-            if (kind, chunk) not in seen:  # the others of a kind come after its first
-                seen.add((kind, chunk))
-                in_turn = LENGTH[kind] == 1 or place == len(self.plan) - 1
-                fits = kind is not Kind.F or peak < self.most
+        plan, groups, most = self.plan, self.groups, self.most
+        weights, unseen, left, held, peak = None, [True] * len(groups), len(groups), self.held, self.held
+        for place in range(len(plan) - 1, -1, -1):
+            group, change, unit = plan[place]
+            if unseen[group]:  # the others of a kind come after its first
+                unseen[group], left = False, left - 1
+                kind, chunk, is_short, is_forward, is_weight = groups[group]
+                in_turn = is_short or place == len(plan) - 1
+                fits = not is_forward or peak < most
                 if in_turn and fits and arrivals.at(kind, self.stages[chunk])[unit] <= now:
-                    if kind is not Kind.W or not weights_wait:
+                    if not is_weight or not weights_wait:
                         return place
                     weights = place if weights is None else weights
-                if len(seen) == self.kinds:
+                if not left:
                     break
-            held += CHANGE[kind]
-            peak = max(peak, held)
+            held += change
+            if change > 0:
+                peak = max(peak, held)
         return weights

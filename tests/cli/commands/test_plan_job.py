@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -27,6 +28,17 @@ def test_report_and_file_equal_the_library_s(run, tmp_path):
     assert json.loads((tmp_path / "job.json").read_text()) == json.loads(json.dumps(wanted.to_json()))
 
 
+def test_a_profile_is_planned_as_by_the_library(run, tmp_path):
+    layers = [ps.Layer(f=1.0, i=1.0, w=1.0, activation=1e5, output=1e4, parameters=1e5, gradients=1e5, optimizer=2e5)] * 4
+    profile = ps.Profile(layers, time_unit="ms", size_unit="B")
+    profile.save(tmp_path / "profile.json")
+    args = ["plan", "--profile", tmp_path / "profile.json", *ARGS[3:]]
+    result = run(*args)
+    assert (result.code, result.err) == (0, "")
+    assert result.out.rstrip() == ps.plan_job(replace(job(), model=profile), schedules="1f1b").report()
+    assert "needs the sizes of the model" in run(*args, "--tensor", "2").err
+
+
 def test_json_and_pins(run):
     result = run(*ARGS, "--json", "--tensor", "2", "--sharding", "1,2", "--microbatch-sizes", "1", "--vocabulary", "ends", "--context", "1")
     assert result.code == 0
@@ -46,7 +58,8 @@ def test_a_known_gpu_needs_no_rates(run):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["plan", "--gpus", 4, "--global-batch", 8], "--gpus plans a job from its sizes: give --transformer"),
+        (["plan", "--gpus", 4, "--global-batch", 8], "--gpus plans one model: give --transformer SIZES or --profile FILE"),
+        (["plan", "--transformer", TEXT, "--profile", "p.json", "--gpus", 4, "--global-batch", 8], "or --profile FILE, not both"),
         (["plan", "--transformer", TEXT, "--gpus", 4], "--gpus needs --global-batch"),
         (["plan", "--transformer", TEXT + " flops=1e12", "--gpus", 4, "--global-batch", 8], "leave out flops with --gpus"),
         (["plan", "--transformer", TEXT, "--gpus", 4, "--global-batch", 8], "machines: 'flops', 'memory'"),

@@ -111,7 +111,10 @@ def test_zero_durations() -> None:
         assert (table[:2, ::2] == 0).all()
         assert (table[:2, 1::2] > 0).all()
         assert (table[2:] > 0).all()
-    assert (costs.table("output", 4, 12) > 0).all()
+    messages = costs.table("output", 4, 12)
+    assert (messages[0, ::2] == 0).all()  # both ends skip
+    assert (messages[1:] > 0).all()
+    assert (messages[:, 1::2] > 0).all()
     order = plan.order(lengths, skips=skips)
     assert order.bound <= order.makespan <= order.best_of("fixed")
     assert order.makespan < plan.order(lengths).makespan
@@ -206,6 +209,15 @@ def test_batches_are_planned_ahead_in_order() -> None:
         assert order.microbatches == plan.order(batch).microbatches
         assert len(read) == min(number + 2, 4)  # the next one is being planned
     assert list(plan.ahead([], len)) == []
+
+
+def test_stages_that_batches_skip_are_planned_ahead_too() -> None:
+    plan, lengths = planner(2, 4), long_tailed(1, 4)
+    batches = [(lengths, {0: (0,)}), (lengths, None)]
+    orders = [order for _, order in plan.ahead(batches, lambda batch: batch[0], skips=lambda batch: batch[1])]
+    wanted = [plan.order(lengths, skips=skips) for _, skips in batches]
+    assert [(order.microbatches, order.makespan) for order in orders] == [(order.microbatches, order.makespan) for order in wanted]
+    assert orders[0].makespan < orders[1].makespan
 
 
 def test_an_error_of_a_batch_comes_with_that_batch() -> None:

@@ -8,12 +8,12 @@ import pytest
 
 import penstock as ps
 from penstock.errors import FileFormatError, PenstockError
-from planner.job.small_jobs import small_job
+from planner.job.small_jobs import profile_job, small_job
 
 
 @pytest.fixture(scope="module")
 def plan():
-    return ps.plan_job(small_job(), pipeline=2, schedules=("1f1b", "zb-h1"))
+    return ps.plan_job(small_job(), pipeline=2, tensor=1, vocabulary="ends", schedules=("1f1b", "zb-h1"))
 
 
 def test_a_plan_is_proved_simulated_and_consistent(plan):
@@ -55,6 +55,51 @@ def test_json_has_the_choice_and_the_alternatives(plan, tmp_path):
     assert ps.Job(**{**data["job"], "machines": ps.Machines(**data["job"]["machines"])}) == plan.job
     with pytest.raises(FileFormatError, match=r"the suffix '.yaml' is not .json"):
         plan.save(tmp_path / "job.yaml")
+
+
+def test_a_loaded_plan_is_the_saved_one(plan, tmp_path):
+    chosen = ps.Configuration(pipeline=2, data=2, sharding=1)
+    free = ps.predict_job(profile_job(memory=1e12), chosen, schedule="gpipe")
+    tight = profile_job(memory=0.7 * max(free.predicted.peak_memory))
+    for number, one in enumerate((plan, ps.predict_job(tight, chosen, schedule="gpipe"))):
+        one.save(tmp_path / f"{number}.json")
+        loaded = ps.JobPlan.load(tmp_path / f"{number}.json")
+        assert loaded.report() == one.report()
+        assert loaded.to_json() == one.to_json()
+        assert (loaded.job, loaded.schedule, loaded.costs) == (one.job, one.schedule, one.costs)
+    assert sum(one.recomputed) == sum(one.recomputed_layers) > 0
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("seconds",), 1e-9, "it says that it takes 1e-09 s, but its schedule takes"),
+        (("bound",), 1e9, "is false: its schedule takes"),
+        (("partition",), [1, 1], "does not share 8 layers among 2 stages"),
+        (("recomputed_layers",), [True] * 8, "and false for embedding and head"),
+        (("configuration", "pipeline"), 4, "tensor=1 x context=1 x pipeline=4 leaves data=1 of 4 GPUs, not 2"),
+        (("configuration", "microbatch"), 8, "the configuration asks for 2 ranks and 1 microbatches"),
+        (("configuration", "sharding"), 4, "'sharding' is 4"),
+        (("configuration", "vocabulary"), "all", "'vocabulary' must be 'ends' or 'spread'"),
+        (("configuration", "data"), "2", "'data' must be"),
+        (("job", "batch"), 7, "batch=7 cannot be shared among"),
+        (("job", "profile"), {}, "either a model or a profile"),
+        (("schedules",), [{"name": 1}], "'name' must be"),
+        (("verdicts",), {"good": 1}, "'verdicts' counts configurations by verdict"),
+        (("type",), "plan", "job-plan"),
+    ],
+)
+def test_files_that_were_changed_are_refused(plan, tmp_path, path, value, message):
+    data = json.loads(json.dumps(plan.to_json()))
+    *outer, last = path
+    inner = data
+    for name in outer:
+        inner = inner[name]
+    inner[last] = value
+    (tmp_path / "job.json").write_text(json.dumps(data))
+    with pytest.raises(FileFormatError, match=r"job\.json") as caught:
+        ps.JobPlan.load(tmp_path / "job.json")
+    assert message in str(caught.value)
 
 
 def test_a_prediction_equals_the_plan_of_the_same_configuration(plan):

@@ -6,7 +6,6 @@ import pytest
 
 import penstock as ps
 from penstock.planner.candidate import Verdict
-from penstock.planner.job.report import list_alternatives
 from planner.job.small_jobs import small_job
 
 
@@ -16,7 +15,7 @@ def plan():
 
 
 def test_every_other_value_of_every_dimension_has_a_word(plan):
-    alternatives = list_alternatives(plan)
+    alternatives = plan.search.alternatives
     for name in ("pipeline", "data", "tensor", "microbatch", "sharding", "vocabulary"):
         values = {getattr(trial.configuration, name) for trial in plan.trials} - {getattr(plan.configuration, name)}
         assert {other.value for other in alternatives if other.dimension == name} == values
@@ -24,7 +23,7 @@ def test_every_other_value_of_every_dimension_has_a_word(plan):
 
 
 def test_alternatives_are_never_faster_and_say_what_they_lack(plan):
-    for other in list_alternatives(plan):
+    for other in plan.search.alternatives:
         same = [trial for trial in plan.trials if getattr(trial.configuration, other.dimension) == other.value]
         if other.seconds is not None:
             assert other.seconds == min(trial.seconds for trial in same) >= plan.seconds
@@ -39,7 +38,7 @@ def test_alternatives_are_never_faster_and_say_what_they_lack(plan):
 
 def test_a_dimension_that_does_not_fit_says_by_how_much():
     plan = ps.plan_job(small_job(memory=3.6e6), pipeline=1, tensor=1, schedules="1f1b")
-    over = [other for other in list_alternatives(plan) if other.excess is not None]
+    over = [other for other in plan.search.alternatives if other.excess is not None]
     assert over
     assert all(other.excess > 0 and "over at least" in other.words for other in over)
 

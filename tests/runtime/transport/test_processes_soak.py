@@ -69,14 +69,14 @@ def test_120_steps(workers: Workers) -> None:
     assert_no_growth(workers.run(train), 8 * MEBIBYTE)
 
 
-def test_120_steps_of_all_kinds(workers: Workers) -> None:
+def test_150_steps_of_all_kinds(workers: Workers) -> None:
     """Sizes and counts that change, evaluation, inference, recording, clipping."""
     model = blocks(4, 32)
 
     def train() -> list[Held]:
         pipe = Pipeline(model, schedule="interleaved-1f1b", microbatches=4, loss_fn=functional.mse_loss)
         found = []
-        for step in range(1, 121):
+        for step in range(1, 151):
             x = torch.randn(8 + step % 40, 32)
             pipe.record = step % 7 == 0
             result = pipe.step(x, target=x, microbatches=1 + step % 6, outputs=step % 3 == 0)
@@ -87,7 +87,7 @@ def test_120_steps_of_all_kinds(workers: Workers) -> None:
             pipe.clip_grad_norm_(1.0)
             for parameter in pipe.parameters():
                 parameter.grad = None
-            if step in (60, 120):
+            if step in (60, 150):
                 found.append(Held.now())
         return found
 

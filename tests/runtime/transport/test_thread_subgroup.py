@@ -9,6 +9,7 @@ import torch
 
 from penstock.errors import PipelineError
 from penstock.runtime import launch, rank
+from penstock.runtime.device.connections import broadcast_options
 from penstock.runtime.transport.current_group import get_group
 from penstock.runtime.transport.subgroup import ThreadSubgroup, join_members
 
@@ -40,12 +41,12 @@ def test_sums_and_copies(parallel: bool) -> None:
         other = mine.clone()
         connection = group.connect_collectives(20.0)
         connection.allreduce([mine]).wait()
-        connection.broadcast([other]).wait()
+        connection.broadcast([other], broadcast_options(len(group.members) - 1)).wait()
         other_list = other.tolist()
         other.add_(1)
         return mine.tolist(), other_list
 
-    joined = ([1.0 + 2.0 + 8.0, 3.0], [1.0, 1.0])
+    joined = ([1.0 + 2.0 + 8.0, 3.0], [8.0, 1.0])  # copied from the last of the three
     assert launch(compute, ranks=4, parallel=parallel) == [joined, joined, ([4.0, 1.0], [4.0, 1.0]), joined]
 
 

@@ -25,6 +25,11 @@ const DEFAULTS: Costs = {
   host_latency: 0,
   host_bandwidth: null,
   host_link_shared: 1,
+  s: 0,
+  t: 0,
+  broadcast: 0,
+  combine: 0,
+  logits: 0,
 };
 
 /** Costs in which everything takes one and messages take nothing. */

@@ -38,6 +38,12 @@ export interface Costs {
   host_latency: number;
   host_bandwidth: number | null;
   host_link_shared: number;
+  /** A vocabulary on all ranks, which the page does not draw: kept, so that costs go through it whole. */
+  s: PerAction;
+  t: PerAction;
+  broadcast: PerAction;
+  combine: PerAction;
+  logits: PerAction;
 }
 
 /** What a rank runs on. */

@@ -132,9 +132,9 @@ def plan(
     offload. Prints why it chose them, the memory of each rank, and the gap to the lower bound. Ctrl-C ends the search and keeps the best
     plan so far, with exit code 130.
 
-    With --gpus and --transformer it plans a whole job: the pipeline, data, tensor and context degrees, the microbatch size, the sharding,
-    the blocks to recompute, and where the vocabulary goes. --memory-limit is then that of a GPU; --bandwidth and --latency are those of
-    its link to other nodes.
+    With --gpus it plans a whole job: the pipeline, data, tensor and context degrees, the microbatch size, the sharding, the blocks to
+    recompute, and where the vocabulary goes. A --profile, measured on such a GPU, keeps whole layers: its tensor and context degrees
+    are 1. --memory-limit is then that of a GPU; --bandwidth and --latency are those of its link to other nodes.
 
     \b
     Examples:
@@ -144,6 +144,7 @@ def plan(
       penstock plan --profile p.json -p 8 -m 64 --memory-limit 40GiB --recompute --offload --host-bandwidth 25GB
       penstock plan --profile p.json --cluster cluster.toml --batch 512 -o plan.json
       penstock plan --transformer "layers=80 hidden=8192 heads=64 sequence=8192 vocabulary=128256" --gpus 64 --gpu h100 --global-batch 256
+      penstock plan --profile p.json --gpus 16 --gpu a100 --global-batch 256 -o job.json
     """
     from penstock.draw.save import FIGURES
     from penstock.planner import plan as planning
@@ -153,14 +154,14 @@ def plan(
     check_suffix(output, (".json",))
     limit = _limit(memory_limit)
     if job.gpus is not None:
-        unused = {"--profile": profile, "--ranks": ranks, "--microbatches": microbatches, "--batch": batch, "--figure": figure}
+        unused = {"--ranks": ranks, "--microbatches": microbatches, "--batch": batch, "--figure": figure}
         unused["--cluster"] = cluster
         _refuse_with_gpus(unused)
         links = {"memory": read_size("--memory-limit", memory_limit), "latency": read_time("--latency", latency)}
         links["bandwidth"] = read_rate("--bandwidth", bandwidth)
         refuse_unitless("--memory-limit", memory_limit)
         choices = {"schedules": _read_names(schedules), "microbatch": read_counts("--microbatch-sizes", microbatch_sizes), **job.choices}
-        return _plan_job(job.make_job(_read_sizes(transformer), links, headroom), choices, as_json, output)
+        return _plan_job(job.make_job(_describe_model(profile, transformer), links, headroom), choices, as_json, output)
     devices = read_cluster(cluster)
     if ranks is None and devices is None:
         raise UsageError("Missing option '-p' / '--ranks': the ranks of the pipeline; or --cluster; --gpus plans a whole job instead")
@@ -207,7 +208,7 @@ def plan(
 def _refuse_with_gpus(options: Mapping[str, object]) -> None:
     for name, value in options.items():
         if value is not None:
-            raise UsageError(f"{name} does not go with --gpus, which plans a whole job from --transformer and --global-batch")
+            raise UsageError(f"{name} does not go with --gpus, which plans a whole job for --global-batch")
 
 
 def _plan_job(job: Job, choices: dict[str, Any], as_json: bool, output: Path | None) -> int:
@@ -252,9 +253,15 @@ def _load_model(profile: Path | None, transformer: str | None) -> Profile:
         raise UsageError(f"--transformer: {error}") from None
 
 
+def _describe_model(profile: Path | None, transformer: str | None) -> dict[str, Any] | Profile:
+    """The model of a whole job: the sizes of a transformer, or a profile."""
+    if (profile is None) == (transformer is None):
+        raise UsageError("--gpus plans one model: give --transformer SIZES or --profile FILE" + (", not both" if profile else ""))
+    return _read_sizes(transformer) if profile is None else _load_model(profile, None)
+
+
 def _read_sizes(transformer: str | None) -> dict[str, Any]:
-    if transformer is None:
-        raise UsageError("--gpus plans a job from its sizes: give --transformer")
+    assert transformer is not None
     parts = re.split(r"[\s,]+(?=\w+\s*=)", transformer.strip())
     sizes = read_assignments("--transformer", parts, '"layers=32 hidden=4096 heads=32 ... flops=400e12"')
     for name in sizes:

@@ -41,7 +41,9 @@ Skips = Mapping[int, Collection[int]]
 """By microbatch, the stages that it skips."""
 
 TRIES = 800
-"""Changes of the order that are tried per batch by default."""
+"""Changes of the order that are tried per batch by default, up to `CELLS`."""
+CELLS = 512
+"""Stages times microbatches, such as 8 x 64; for more of them, so many fewer changes are tried that the search takes as long."""
 _STARTS = 3
 """The best orders to begin with that are improved."""
 _CHOSEN = 4
@@ -160,8 +162,8 @@ class BatchPlanner:
     - `schedules`: names of schedules with the same placement to choose from, besides the source's own; all by default, none for `()`;
     - `memory_limit`: one size, or one per rank, parameters included; defaults to the plan's;
     - `split`: whether backwards may be split, for a schedule that splits none itself; a plan says so itself;
-    - `tries`: how many changes of the order are tried per batch. The result depends on the arguments alone, never on a clock, so every
-      rank gets the same.
+    - `tries`: how many changes of the order are tried per batch; by default 800, and fewer for more than 512 stages times microbatches.
+      The result depends on the arguments alone, never on a clock, so every rank gets the same.
 
     Building one compiles the search if numba is installed, and times every schedule once.
     """
@@ -177,7 +179,7 @@ class BatchPlanner:
         schedules: Sequence[str] | None = None,
         memory_limit: Limit = None,
         split: bool = True,
-        tries: int = TRIES,
+        tries: int | None = None,
     ) -> None:
         self.problem, self.schedule = _read_source(source, costs, split)
         """The costs of the source, and its schedule."""
@@ -186,7 +188,8 @@ class BatchPlanner:
             self.problem = replace(self.problem, memory_limit=limits)
         if samples is None:
             samples = source.microbatch if isinstance(source, Plan) else 1
-        self.samples, self.tries = check_count("samples", samples, error=ScheduleError), check_count("tries", tries, 0, error=ScheduleError)
+        self.samples = check_count("samples", samples, error=ScheduleError)
+        self.tries = None if tries is None else check_count("tries", tries, 0, error=ScheduleError)
         self.lengths = self._read_shares(sequence, quadratic)
         self.names = None if schedules is None else tuple(map(self._check_name, schedules))
         self._lowered: dict[int, list[_LoweredSchedule]] = {}
@@ -237,7 +240,7 @@ class BatchPlanner:
         """The costs of a batch per stage and microbatch.
 
         Times follow `LengthCosts`; activations, stashes and messages grow with the number of tokens. A stage that a microbatch skips takes
-        no time and holds nothing, but its message is passed on.
+        no time and holds nothing, and a message between two such stages is empty; only its latency remains.
         """
         microbatches, base, stages = read_lengths(lengths), self.problem.costs, self.problem.stages
         runs = np.ones((stages, len(microbatches)))
@@ -253,9 +256,10 @@ class BatchPlanner:
         time = np.array([rows[model] for model in self.lengths])
         size = np.array([sum(samples) / (self.samples * self.lengths[0].sequence) for samples in microbatches])
         factors = dict.fromkeys(("f", "i", "w", "b"), time * runs) | dict.fromkeys(("activation", "weight_stash"), size * runs)
+        passed = np.vstack([np.maximum(runs[:-1], runs[1:]), runs[-1:]])
         tables = {
             name: np.array(base.per_stage(name, stages))[:, None] * factor
-            for name, factor in (factors | {"output": np.broadcast_to(size, runs.shape)}).items()
+            for name, factor in (factors | {"output": size * passed}).items()
             if getattr(base, name) is not None
         }
         return replace(base, **tables)
@@ -275,17 +279,20 @@ class BatchPlanner:
         """The same for times and sizes that you know: `costs` with one value per stage and microbatch."""
         with self._lock:
             problem = replace(self.problem, costs=costs, microbatches=microbatches)
-            return _BatchSearch(problem, self._list_lowered(microbatches), self._build_slowest, self.tries).run()
+            tries = min(TRIES, TRIES * CELLS // problem.cells) if self.tries is None else self.tries
+            return _BatchSearch(problem, self._list_lowered(microbatches), self._build_slowest, tries).run()
 
-    def ahead(self, batches: Iterable[Batch], lengths: Callable[[Batch], Any]) -> Iterator[tuple[Batch, BatchOrder]]:
+    def ahead(
+        self, batches: Iterable[Batch], lengths: Callable[[Batch], Any], skips: Callable[[Batch], Skips | None] | None = None
+    ) -> Iterator[tuple[Batch, BatchOrder]]:
         """Yield each batch with its order, planned in a thread while the caller works on the batch before.
 
-        `lengths(batch)` returns what `order` takes. One batch more than the caller has seen is read from `batches`.
+        `lengths(batch)` and `skips(batch)` return what `order` takes. One batch more than the caller has seen is read from `batches`.
         """
         with ThreadPoolExecutor(1, thread_name_prefix="penstock-batches") as pool:
             waiting: tuple[Batch, Future[BatchOrder]] | None = None
             for batch in batches:
-                planned = batch, pool.submit(self.order, lengths(batch))
+                planned = batch, pool.submit(self.order, lengths(batch), skips=None if skips is None else skips(batch))
                 if waiting is not None:
                     yield waiting[0], waiting[1].result()
                 waiting = planned

@@ -19,6 +19,8 @@ _EVEN = 1e-12
 """Relative rounding error of a sum of costs."""
 _CLOSE = 1e-4
 """A largest cost that is above the bound by no more than this share is good enough."""
+_NEAR = 1e-3
+"""Above the bound by no more than this share, a packing is improved, but no other one is tried."""
 _NODES = 10_000
 """Partial packings that the exact search looks at before it gives up."""
 _MOST_EXACT = 200
@@ -65,7 +67,7 @@ def pack(
     - `quadratic`: the share of the time of a sample with `sequence` tokens that grows with the square of the length, see `LengthCosts`;
       by default the cost of a sample is its length.
 
-    Differencing and largest-first packings are improved by moving and exchanging samples. Unless that comes within 0.01 % of the bound, a
+    Differencing and largest-first packings are improved by moving and exchanging samples. Unless that comes within 0.1 % of the bound, a
     search with a fixed number of steps looks for a better one; for few samples it is complete. Equal arguments give equal packings.
 
     >>> pack([7, 5, 4, 4, 3, 1], 3).lengths
@@ -122,11 +124,11 @@ class _Packer:
         best: list[list[int]] | None = None
         bound = self._bound()
         for start in (self._pack_by_differencing, self._pack_largest_first, self._pack_fullest_first):
-            groups = start() if best is None or self._find_largest(best) > bound * (1 + _CLOSE) else None
+            groups = start() if best is None or self._find_largest(best) > bound * (1 + _NEAR) else None
             if groups is not None:
                 self._improve(groups, bound * (1 + _CLOSE))
                 best = groups if best is None or self._find_largest(groups) < self._find_largest(best) else best
-        if best is None or self._find_largest(best) > bound * (1 + _CLOSE):
+        if best is None or self._find_largest(best) > bound * (1 + _NEAR):
             exact, complete = self._search(math.inf if best is None else self._find_largest(best))
             best = exact or best
             if best is None:
@@ -194,18 +196,24 @@ class _Packer:
 
     def _pack_by_differencing(self) -> list[list[int]] | None:
         """Karmarkar and Karp: join the two most uneven partial packings, the expensive groups of one with the cheap ones of the other."""
-        heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
-        for sample in self.order:
-            parts: list[tuple[float, list[int]]] = [(self.costs[sample], [sample]), *((0.0, []) for _ in range(self.count - 1))]
-            heapq.heappush(heap, (-self.costs[sample], sample, parts))
+        # A partial packing has its groups that are not empty, by falling cost, which is kept negative so that tuples sort as they are.
+        heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = [
+            (-self.costs[sample] if self.count > 1 else 0.0, sample, [(-self.costs[sample], [sample])]) for sample in self.order
+        ]
+        heapq.heapify(heap)
         while len(heap) > 1:
             _, first, uneven = heapq.heappop(heap)
             _, _, other = heapq.heappop(heap)
-            joined = [(one + two, left + right) for (one, left), (two, right) in zip(uneven, reversed(other), strict=True)]
-            joined.sort(key=lambda part: (-part[0], part[1]))
-            heapq.heappush(heap, (joined[-1][0] - joined[0][0], first, joined))
+            alone = self.count - len(other)  # groups of the first that meet an empty one
+            joined = [(one + two, left + right) for (one, left), (two, right) in zip(uneven[alone:], reversed(other), strict=False)]
+            joined += uneven[:alone]
+            joined += other[: self.count - len(uneven)]
+            joined.sort()
+            smallest = joined[-1][0] if len(joined) == self.count else 0.0
+            heapq.heappush(heap, (joined[0][0] - smallest, first, joined))
         groups = [group for _, group in heap[0][2]]
-        return groups if all(groups) and all(self._count_tokens(group) <= self.capacity for group in groups) else None
+        full = len(groups) == self.count and all(self._count_tokens(group) <= self.capacity for group in groups)
+        return groups if full else None
 
     # Improvement ------------------------------------------------------------------------------------------------------
 

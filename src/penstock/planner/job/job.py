@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from penstock.errors import CostsError, ScheduleError, nearest
+from penstock.ir.formats.reading import check_fields
 from penstock.planner.job.machines import Machines
+from penstock.planner.profile import Layer, Profile
+from penstock.planner.profile.profile import ONCE, TIMES
 from penstock.planner.profile.transformer import Transformer
-from penstock.text.units import check_count
+from penstock.text.numbers import format_count
+from penstock.text.units import SECONDS, Units, check_count
 
 HEADROOM = 0.05
 """The share of a GPU's memory that stays free, because sizes are estimates."""
@@ -30,12 +34,14 @@ class Job:
     1024
     """
 
-    model: Mapping[str, Any]
-    """Fields of `penstock.planner.transformer.Transformer` that describe the model: layers, hidden, heads, sequence, vocabulary, ..."""
+    model: Mapping[str, Any] | Profile
+    """Fields of `penstock.planner.transformer.Transformer` that describe the model (layers, hidden, heads, sequence, vocabulary, ...), or a
+    profile of its layers on one GPU of these machines, in bytes and in a unit of time."""
     machines: Machines
     batch: int
     """Samples per step, over all replicas."""
     optimizer: str = "adam"
+    """`adam` or `muon`; a profile has the state of its own optimizer instead."""
     headroom: float = HEADROOM
     """The share of each GPU's memory that stays free."""
 
@@ -47,15 +53,51 @@ class Job:
             raise CostsError(f"there is no optimizer {self.optimizer!r}: {nearest(str(self.optimizer), OPTIMIZERS)}")
         if not 0 <= self.headroom < 1:
             raise CostsError(f"headroom must be a number of at least 0 and below 1, got {self.headroom!r}")
+        if isinstance(self.model, Profile):
+            self._check_profile(self.model)
+            return
+        if not isinstance(self.model, Mapping):
+            raise CostsError(f"a job's model is a mapping of sizes or a penstock.Profile, got {type(self.model).__name__}")
         for name in self.model:
             if name not in _SIZES:
                 raise CostsError(f"a job's model has no field {name!r}: {nearest(name, _SIZES)}; a job chooses degrees and links by itself")
         self.transformer  # noqa: B018 - checks the sizes
 
+    def _check_profile(self, profile: Profile) -> None:
+        if profile.time_unit not in SECONDS or profile.size_unit != "B":
+            raise CostsError(
+                f"the profile of a job has time_unit={profile.time_unit!r} and size_unit={profile.size_unit!r}: the links of the machines "
+                f"are in seconds and bytes, so give one of {', '.join(SECONDS)}, and 'B'"
+            )
+        if self.optimizer != "adam":
+            raise CostsError(
+                f"optimizer={self.optimizer!r} with a profile, which has the state of its own optimizer, and not the shapes of its "
+                "matrices: leave optimizer out, and measure the profile with the optimizer that you use"
+            )
+
+    @cached_property
+    def profile(self) -> Profile | None:
+        """The profile that the job was given, in seconds; None for a model of sizes."""
+        if not isinstance(self.model, Profile):
+            return None
+        scale = SECONDS[self.model.time_unit]
+
+        def convert(layers: Sequence[Layer]) -> list[Layer]:
+            return [replace(layer, **{name: scale * getattr(layer, name) for name in TIMES + ONCE}, slices=None) for layer in layers]
+
+        variants = [replace(variant, layers=convert(variant.layers)) for variant in self.model.variants]
+        return replace(self.model, layers=convert(self.model.layers), variants=variants, time_unit="s")
+
     @cached_property
     def transformer(self) -> Transformer:
-        """The model; at one operation per second, so that the times in its profile count operations."""
+        """The model of sizes; at one operation per second, so that the times in its profile count operations."""
+        assert isinstance(self.model, Mapping), "a profile has no sizes"
         return Transformer.from_fields({**self.model, "flops": 1.0, "optimizer_bytes": OPTIMIZERS[self.optimizer]})
+
+    @property
+    def layers(self) -> int:
+        """Layers that can be recomputed each by itself: blocks, or those of the profile."""
+        return self.transformer.layers if self.profile is None else len(self.profile)
 
     @property
     def limit(self) -> float:
@@ -63,17 +105,44 @@ class Job:
         return self.machines.memory * (1 - self.headroom)
 
     @property
-    def tokens(self) -> int:
-        """Tokens per step."""
-        return self.batch * self.transformer.sequence
+    def tokens(self) -> int | None:
+        """Tokens per step, if they are known."""
+        tokens = self.transformer.sequence if self.profile is None else self.profile.tokens
+        return None if tokens is None else self.batch * tokens
 
     @cached_property
-    def operations(self) -> float:
-        """Operations of one step without any recompute: what counts as useful. Causal attention counts the half that is not masked."""
+    def operations(self) -> float | None:
+        """Operations of one step without any recompute: what counts as useful. Causal attention counts the half that is not masked.
+
+        None for a profile, which has times only.
+        """
+        if self.profile is not None:
+            return None
         profile = self.transformer.profile()
         attention = sum(layer.f - layer.w for layer in profile.layers)
         return self.batch * 3 * (sum(layer.w for layer in profile.layers) + attention)
 
     def to_json(self) -> dict[str, Any]:
+        model = {"profile": self.model.to_json()} if isinstance(self.model, Profile) else {"model": dict(self.model)}
         rest = {"batch": self.batch, "optimizer": self.optimizer, "headroom": self.headroom}
-        return {"model": dict(self.model), "machines": self.machines.to_json(), **rest}
+        return {**model, "machines": self.machines.to_json(), **rest}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Job:
+        """The reverse of `to_json`."""
+        kinds: dict[str, tuple[type, ...]] = {"model": (dict,), "profile": (dict,), "machines": (dict,), "batch": (int,)}
+        kinds |= {"optimizer": (str,), "headroom": (int, float)}
+        check_fields(data, kinds, error=CostsError, required=("machines", "batch"), closed=True)
+        values = dict(data)
+        if ("model" in values) == ("profile" in values):
+            raise CostsError("a job has either a model or a profile")
+        if "profile" in values:
+            values["model"] = Profile.from_json(values.pop("profile"))
+        return cls(**{**values, "machines": Machines.from_fields(values["machines"])})
+
+    def describe(self) -> str:
+        """The model in a few words."""
+        if self.profile is None:
+            return f"{self.transformer.parameters / 1e9:.3g}G parameters"
+        size = sum(layer.parameters for layer in self.profile.layers)
+        return f"a profile of {format_count(len(self.profile), 'layer')} with {Units('s', True).size(size)} of parameters"

@@ -9,9 +9,7 @@ of the feed-forward part, t tensor and c context ranks, a block adds to that, on
                        for each score 8 bytes forward and 12 backward in 16 bits, with dropout 13 and 17
     tensor ranks       2 all-gathers and 2 reduce-scatters of eTh / c in F and in I each; that of W is hidden by its product
     context ranks      an all-gather of 2eTk / t in F, and in I one more with a reduce-scatter
-    sharding           ZeRO-1: a reduce-scatter of the gradients after the last microbatch, and an all-gather of the parameters after the
-                       update; ZeRO-2: the reduce-scatter with every W, behind it as far as it is as long; ZeRO-3: also an all-gather of the
-                       parameters with every F and every I, behind those
+    sharding           the collectives of `penstock.planner.job.sharding`
 
 A spread vocabulary gives every block its share of the embedding and of the head, and memory for two more microbatches, which its two
 barriers keep in flight (arXiv 2411.05288); its collectives run on a stream of their own and take no time here.
@@ -23,9 +21,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
+from penstock.ir.rows import Floats
 from penstock.planner.job.configuration import SPREAD, Configuration
 from penstock.planner.job.job import Job
+from penstock.planner.job.sharding import shard_layer, time_update
 from penstock.planner.profile import Layer, Profile
+from penstock.planner.profile.profile import TIMES
 
 NEWTON_SCHULZ_STEPS = 5
 """Iterations of Muon's orthogonalisation, as published."""
@@ -35,7 +38,7 @@ _MORE_IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """The layers of a job in one configuration: a block, an embedding and a head, and profiles of them."""
+    """The layers of a transformer in one configuration: a block, an embedding and a head, and profiles of them."""
 
     job: Job
     configuration: Configuration
@@ -68,7 +71,7 @@ class LayerCosts:
             activation -= self._kept_scores
             i += scores
         layer = self._build_layer(counted, (f, i, matrices), activation)
-        layer = replace(layer, update=self._update_block(counted.parameters / job.transformer.bytes))
+        layer = replace(layer, update=layer.update + self._time_orthogonalisation(counted.parameters / job.transformer.bytes))
         return self._add_vocabulary(layer) if chosen.vocabulary == SPREAD else layer
 
     @cached_property
@@ -102,14 +105,32 @@ class LayerCosts:
         """Layers before and after the blocks."""
         return (0, 0) if self.configuration.vocabulary == SPREAD else (1, 1)
 
+    @cached_property
+    def _named_blocks(self) -> list[tuple[Layer, Layer]]:
+        """Every block, kept and recomputed, with its name."""
+        pair = self.block, self.recomputed_block
+        return [
+            (replace(pair[0], name=f"block {place}"), replace(pair[1], name=f"block {place} recomputed"))
+            for place in range(self.job.layers)
+        ]
+
+    def count_layers(self) -> list[tuple[Layer, Layer, int]]:
+        """The kinds of layers, as they are and recomputed as far as they can be, and how many there are of each."""
+        ends = [(layer, layer, 1) for layer in (self.embedding, self.head)] if any(self.ends) else []
+        return [(self.block, self.recomputed_block, self.job.layers), *ends]
+
+    def list_times(self, recomputed: Sequence[bool]) -> Floats:
+        """The times of F, I and W (rows) of every layer (columns)."""
+        kept, again = (np.array([getattr(layer, name) for name in TIMES])[:, None] for layer in (self.block, self.recomputed_block))
+        blocks = np.where(np.array(recomputed, dtype=bool), again, kept)
+        ends = [np.array([[getattr(layer, name)] for name in TIMES]) for layer in ((self.embedding, self.head) if any(self.ends) else ())]
+        return np.hstack([*ends[:1], blocks, *ends[1:]])
+
     def profile(self, recomputed: Sequence[bool] | None = None) -> Profile:
         """The whole model, with these blocks recomputed; none by default."""
         chosen, machines = self.configuration, self.job.machines
         flags = recomputed or [False] * self.job.transformer.layers
-        blocks = [
-            replace(self.recomputed_block if again else self.block, name=f"block {place}{' recomputed' if again else ''}")
-            for place, again in enumerate(flags)
-        ]
+        blocks = [(again if flag else kept) for (kept, again), flag in zip(self._named_blocks, flags, strict=True)]
         layers = blocks if chosen.vocabulary == SPREAD else [self.embedding, *blocks, self.head]
         stride = chosen.tensor * chosen.context * chosen.data
         latency, bandwidth = machines.link(stride, chosen.pipeline)
@@ -176,58 +197,37 @@ class LayerCosts:
         keys = 2 * self.job.transformer.bytes * self._tokens * self.job.transformer.attention_widths[1] / chosen.tensor
         return 4 * self._gather_hidden() + times * self.job.machines.gather_time(keys, chosen.context, stride=chosen.tensor)
 
-    def _time_gather_over_replicas(self, size: float) -> float:
-        return self.job.machines.gather_time(size, self.configuration.replicas, stride=self.configuration.tensor)
-
     def _build_layer(self, counted: Layer, times: tuple[float, float, float], activation: float, name: str = "") -> Layer:
         """A layer with these times of F, I and W, with its memory, reduction and update, and the collectives of its sharding."""
         f, i, w = times
-        chosen, tensor, sharding = self.configuration, self.configuration.tensor, self.configuration.sharding
-        parameters, gradients = counted.parameters / tensor, counted.gradients / tensor
-        gather, scatter = self._time_gather_over_replicas(parameters), self._time_gather_over_replicas(gradients)
-        if sharding == 3:
-            f, i = max(f, gather), max(i, gather)
-        if sharding >= 2:
-            w = max(w, scatter)
-        workspace = (gradients if sharding >= 2 else 0.0) + (2 * parameters if sharding == 3 else 0.0)
-        return Layer(
+        tensor, machines = self.configuration.tensor, self.job.machines
+        layer = Layer(
             name=name,
             f=f,
             i=i,
             w=w,
             activation=activation,
             weight_stash=counted.weight_stash / self._shards,
-            workspace=workspace,
             output=counted.output / self._shards,
-            parameters=parameters / (chosen.replicas if sharding == 3 else 1),
-            gradients=gradients / (chosen.replicas if sharding >= 2 else 1),
-            optimizer=counted.optimizer / tensor / (chosen.replicas if sharding else 1),
-            reduction=0.0 if sharding >= 2 else scatter * (1 if sharding else 2),
-            update=self._update(counted.parameters / self.job.transformer.bytes),
+            parameters=counted.parameters / tensor,
+            gradients=counted.gradients / tensor,
+            optimizer=counted.optimizer / tensor,
         )
+        return shard_layer(replace(layer, update=time_update(layer, machines)), self.configuration, machines)
 
     # The optimizer ----------------------------------------------------------------------------------------------------
 
-    def _update(self, parameters: float) -> float:
-        """Seconds to update that many parameters of the whole model element by element, and to gather them if they were sharded."""
-        chosen, model = self.configuration, self.job.transformer
-        own = parameters / chosen.tensor / (chosen.replicas if chosen.sharding else 1)
-        passed = own * (model.gradient_bytes + 2 * model.optimizer_bytes + model.bytes)
-        gathered = parameters / chosen.tensor * model.bytes if chosen.sharding in (1, 2) else 0.0
-        return self.job.machines.memory_time(passed) + self._time_gather_over_replicas(gathered)
-
-    def _update_block(self, parameters: float) -> float:
-        """Seconds to update a block: as other layers, and with Muon each matrix is made orthogonal by one of the GPUs that share it."""
-        update = self._update(parameters)
+    def _time_orthogonalisation(self, parameters: float) -> float:
+        """Seconds that Muon takes for a block beyond its update: each matrix is made orthogonal by one of the GPUs that share it."""
         if self.job.optimizer != "muon":
-            return update
+            return 0.0
         chosen, model = self.configuration, self.job.transformer
         matrices = [sorted(shape) for shape in model.matrices()]
         operations = NEWTON_SCHULZ_STEPS * sum(4 * low**2 * high + 2 * low**3 for low, high in matrices)
         sharing = chosen.tensor * (chosen.replicas if chosen.sharding else 1)
         owners = min(sharing, max(len(matrices) * model.layers // chosen.pipeline, 1))
         gathered = self.job.machines.gather_time(parameters * model.bytes, chosen.tensor)
-        return update + self.job.machines.matmul_time(operations / owners) + gathered
+        return self.job.machines.matmul_time(operations / owners) + gathered
 
     # The vocabulary ---------------------------------------------------------------------------------------------------
 

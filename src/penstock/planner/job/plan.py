@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
-from penstock.errors import CostsError, FileFormatError, PlanError, ScheduleError
+from penstock.errors import CostsError, PlanError, ScheduleError
 from penstock.ir.costs import Costs
-from penstock.ir.formats import json_form
 from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
 from penstock.planner.candidate import Verdict
 from penstock.planner.job.configuration import ENDS, SPREAD, Configuration
+from penstock.planner.job.costs import make_costs
 from penstock.planner.job.job import Job
-from penstock.planner.job.layer_costs import LayerCosts
 from penstock.planner.job.pipelines import SCHEDULES, PipelineTrials, ScheduleTemplates, ScheduleTrial
+from penstock.planner.job.report import SearchSummary, write_report
 from penstock.planner.job.search import ConfigurationSearch, Trial, bound_seconds, list_configurations
 from penstock.planner.named_schedules import list_candidates
 from penstock.planner.profile import Profile
@@ -42,7 +39,10 @@ class JobPlan:
     job: Job
     configuration: Configuration
     pipeline: ScheduleTrial
-    trials: tuple[Trial, ...]
+    trials: tuple[Trial, ...] = field(default=(), repr=False)
+    """Every configuration of the search; a plan that was loaded has none, but the summary of them."""
+    loaded: SearchSummary | None = field(default=None, repr=False)
+    """The summary of the search, if the plan was loaded."""
 
     @property
     def name(self) -> str:
@@ -67,10 +67,14 @@ class JobPlan:
 
     @property
     def recomputed(self) -> tuple[int, ...]:
-        """Recomputed blocks per stage."""
-        first = 1 if self.configuration.vocabulary == ENDS else 0
-        flags = [*[False] * first, *self.pipeline.recomputed, *[False] * first]
-        return tuple(sum(flags[begin:end]) for begin, end in pairwise([0, *accumulate(self.partition)]))
+        """Recomputed blocks per stage, or layers of a profile."""
+        return tuple(sum(self.recomputed_layers[begin:end]) for begin, end in pairwise([0, *accumulate(self.partition)]))
+
+    @cached_property
+    def recomputed_layers(self) -> tuple[bool, ...]:
+        """For each layer of the model, from its first to its last, whether its forward runs again."""
+        first, last = make_costs(self.job, self.configuration).ends
+        return (*[False] * first, *self.pipeline.recomputed, *[False] * last)
 
     @property
     def costs(self) -> Costs:
@@ -104,24 +108,37 @@ class JobPlan:
         return max(max(self.predicted.peak_memory) - self.job.limit, 0.0)
 
     @property
-    def tokens_per_second(self) -> float:
+    def samples_per_second(self) -> float:
         """Of the whole job."""
-        return self.job.tokens / self.seconds
+        return self.job.batch / self.seconds
 
     @property
-    def flops_per_gpu(self) -> float:
-        """Useful operations per second of each GPU: without recompute, and without the masked half of causal attention."""
-        return self.job.operations / self.seconds / self.job.machines.gpus
+    def tokens_per_second(self) -> float | None:
+        """Of the whole job; None if a profile does not say how many tokens a sample has."""
+        return None if self.job.tokens is None else self.job.tokens / self.seconds
 
     @property
-    def utilization(self) -> float:
-        """Model FLOPs utilization: useful operations per second as a share of the peak."""
-        return self.flops_per_gpu / self.job.machines.flops
+    def flops_per_gpu(self) -> float | None:
+        """Useful operations per second of each GPU: without recompute, and without the masked half of causal attention.
+
+        None for a profile, which has times only.
+        """
+        return None if self.job.operations is None else self.job.operations / self.seconds / self.job.machines.gpus
+
+    @property
+    def utilization(self) -> float | None:
+        """Model FLOPs utilization: useful operations per second as a share of the peak; None for a profile."""
+        return None if self.flops_per_gpu is None else self.flops_per_gpu / self.job.machines.flops
+
+    @cached_property
+    def search(self) -> SearchSummary:
+        """What the plan was chosen from."""
+        return SearchSummary.of(self) if self.loaded is None else self.loaded
 
     @property
     def bound(self) -> float:
         """Seconds that no configuration of the search beats."""
-        return min(trial.bound for trial in self.trials)
+        return self.search.bound
 
     @property
     def units(self) -> Units:
@@ -129,52 +146,33 @@ class JobPlan:
 
     def report(self) -> str:
         """The plan in words: degrees, memory, and the next best value of every dimension."""
-        from penstock.planner.job.report import write_report
-
         return write_report(self)
 
     def __str__(self) -> str:
         return self.report()
 
     def __repr__(self) -> str:
-        return (
-            f"<JobPlan {self.configuration.describe()}, {self.name}: {self.units.time(self.seconds)}, {self.utilization:.1%} of the peak>"
-        )
+        share = "" if self.utilization is None else f", {self.utilization:.1%} of the peak"
+        return f"<JobPlan {self.configuration.describe()}, {self.name}: {self.units.time(self.seconds)}{share}>"
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain data."""
-        from penstock.planner.job.report import list_alternatives
+        from penstock.planner.job.plan_file import encode
 
-        return {
-            "format": json_form.FORMAT,
-            "version": json_form.VERSION,
-            "type": "job-plan",
-            "job": self.job.to_json(),
-            "configuration": self.configuration.to_json(),
-            "schedule_name": self.name,
-            "microbatches": self.microbatches,
-            "partition": list(self.partition),
-            "recomputed": list(self.recomputed),
-            "seconds": self.seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "flops_per_gpu": self.flops_per_gpu,
-            "utilization": self.utilization,
-            "bubble": self.predicted.bubble,
-            "peak_memory": list(self.predicted.peak_memory),
-            "memory_limit": self.job.limit,
-            "bound": self.bound,
-            "alternatives": [alternative.to_json() for alternative in list_alternatives(self)],
-            "schedule": json_form.encode(self.schedule),
-            "costs": self.costs.to_json(),
-        }
+        return encode(self)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a `.json` file."""
-        from penstock.ir.formats.csv_form import write_whole
+        from penstock.planner.job.plan_file import write
 
-        if Path(path).suffix.lower() != ".json":
-            raise FileFormatError(os.fspath(path), f"the suffix {Path(path).suffix!r} is not .json")
-        write_whole(path, json.dumps(self.to_json(), indent=1) + "\n")
+        write(self, path)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> JobPlan:
+        """Read a plan that was saved; it is proved and timed again."""
+        from penstock.planner.job.plan_file import read
+
+        return read(path)
 
 
 def plan_job(
@@ -197,7 +195,8 @@ def plan_job(
 
     - `pipeline`, `data`, `tensor`, `context`, `microbatch`, `sharding` (the ZeRO stage): one value or several to choose from; by default
       all that divide the GPUs, the batch and the model: tensor degrees within a node, at least 4096 tokens per context rank, and up to 16
-      samples per microbatch;
+      samples per microbatch. For a profile, tensor and context degrees are 1, because nobody knows what half of a measured layer takes,
+      and the microbatch sizes are those that were measured; others are scaled from the nearest;
     - `vocabulary`: "ends" (embedding and head on the first and last stage), "spread" (shared among the pipeline ranks), or both by default;
     - `selective`: whether attention without flash runs its scores again; both by default;
     - `recompute`: whether blocks may run their forward again, as many per stage as the memory asks for;
@@ -231,10 +230,10 @@ def predict_job(job: Job, configuration: Configuration, *, schedule: str = "1f1b
     fields = {name: (value,) for name, value in configuration.to_json().items()}
     chosen = list_configurations(job, fields)[0]
     templates, limit = ScheduleTemplates(check_names(schedule)), None if recompute is None else math.inf
-    costs = LayerCosts(job, chosen, bool(recompute))
+    costs = make_costs(job, chosen, bool(recompute))
     trials = PipelineTrials(costs, templates, recompute is None, limit).run()
     if not trials:
-        reasons = list_candidates(templates.names, chosen.pipeline, job.transformer.layers + sum(costs.ends))[1]
+        reasons = list_candidates(templates.names, chosen.pipeline, job.layers + sum(costs.ends))[1]
         reason = next(iter(reasons.values()), "it does not take this number of microbatches")
         raise PlanError(f"{schedule!r} does not go with {chosen.describe()}: {reason}")
     best = trials[0]
@@ -243,7 +242,7 @@ def predict_job(job: Job, configuration: Configuration, *, schedule: str = "1f1b
             f"{chosen.describe()} does not fit with {schedule}: {Units('s', True).size(best.excess)} over the limit of a GPU; "
             "with recompute=False or recompute=True it is predicted all the same"
         )
-    bound = bound_seconds(LayerCosts(job, chosen), best.timed.microbatches)
+    bound = bound_seconds(make_costs(job, chosen), best.timed.microbatches)
     trial = Trial(chosen, bound, Verdict.FITS, tuple(trials))
     return JobPlan(job, chosen, best, (trial,))
 

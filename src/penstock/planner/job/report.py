@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from penstock.planner.candidate import Verdict
 from penstock.planner.job.configuration import DIMENSIONS
-from penstock.planner.job.layer_costs import LayerCosts
+from penstock.planner.job.costs import make_costs
+from penstock.planner.job.pipelines import ScheduleTrial
 from penstock.planner.job.search import Trial
 from penstock.planner.partition.stage_costs import split_layers
 from penstock.text.numbers import format_count
@@ -43,7 +44,53 @@ class Alternative:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-def list_alternatives(plan: JobPlan) -> list[Alternative]:
+@dataclass(frozen=True)
+class TriedSchedule:
+    """One schedule with the degrees of the plan; its figures are None if it was not timed."""
+
+    name: str
+    seconds: float | None = None
+    bubble: float | None = None
+    peak: float | None = None
+    recomputed: int = 0
+    bound: float = 0.0
+    """Seconds that it takes at least."""
+    excess: float = 0.0
+    """Bytes over the limit on the fullest GPU, if it does not fit."""
+
+    @classmethod
+    def of(cls, tried: ScheduleTrial) -> TriedSchedule:
+        if tried.timed is None:
+            return cls(tried.name, recomputed=sum(tried.recomputed), bound=tried.bound, excess=tried.excess)
+        figures = tried.seconds, tried.timed.bubble, tried.timed.peak
+        return cls(tried.name, *figures, sum(tried.recomputed), tried.bound, tried.excess)
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class SearchSummary:
+    """What a plan was chosen from."""
+
+    bound: float
+    """Seconds that no configuration of the search beats."""
+    schedules: tuple[TriedSchedule, ...]
+    """The schedules with the plan's degrees, the fastest that fits first."""
+    alternatives: tuple[Alternative, ...]
+    """The other values of each dimension."""
+    verdicts: Mapping[str, int]
+    """How many configurations had which verdict."""
+
+    @classmethod
+    def of(cls, plan: JobPlan) -> SearchSummary:
+        own = next(trial for trial in plan.trials if trial.configuration == plan.configuration)
+        counts = Counter(trial.verdict.value for trial in plan.trials)
+        tried = tuple(map(TriedSchedule.of, own.schedules))
+        return cls(min(trial.bound for trial in plan.trials), tried, tuple(_list_alternatives(plan)), counts)
+
+
+def _list_alternatives(plan: JobPlan) -> list[Alternative]:
     """For each dimension with a choice, the other values: the fastest first, then those that do not fit."""
     alternatives: list[Alternative] = []
     for name in DIMENSIONS:
@@ -74,7 +121,7 @@ def _describe_rest(plan: JobPlan, trial: Trial) -> str:
     own, other = plan.configuration, trial.configuration
     changed = [f"{_NAMES.get(name, name)} {getattr(other, name)}" for name in DIMENSIONS if getattr(own, name) != getattr(other, name)]
     again = sum(trial.schedules[0].recomputed)
-    recomputed = [f"{again} block{'' if again == 1 else 's'} recomputed"] if again else []
+    recomputed = [f"{format_count(again, _name_layer(plan))} recomputed"] if again else []
     return ", ".join([*changed, trial.schedules[0].name, *recomputed])
 
 
@@ -87,22 +134,32 @@ def write_report(plan: JobPlan) -> str:
 def _write_summary(plan: JobPlan) -> Iterator[str]:
     chosen, units, machines = plan.configuration, plan.units, plan.job.machines
     degrees = f"pipeline {chosen.pipeline} x data {chosen.data} x tensor {chosen.tensor} x context {chosen.context}"
-    yield f"job: {plan.job.transformer.parameters / 1e9:.3g}G parameters on {machines.gpus} GPUs: {degrees}"
-    yield f"  {'step':<12} {units.time(plan.seconds)}, {plan.tokens_per_second:,.0f} tokens per second, bubble {plan.predicted.bubble:.1%}"
-    yield f"  {'per GPU':<12} {plan.flops_per_gpu / 1e12:.0f} Tflop/s useful, {plan.utilization:.1%} of the peak"
+    yield f"job: {plan.job.describe()} on {machines.gpus} GPUs: {degrees}"
+    speed = f"{plan.samples_per_second:,.4g} samples" if plan.tokens_per_second is None else f"{plan.tokens_per_second:,.0f} tokens"
+    yield f"  {'step':<12} {units.time(plan.seconds)}, {speed} per second, bubble {plan.predicted.bubble:.1%}"
+    if plan.flops_per_gpu is not None:
+        yield f"  {'per GPU':<12} {plan.flops_per_gpu / 1e12:.0f} Tflop/s useful, {plan.utilization:.1%} of the peak"
     yield (
         f"  {'pipeline':<12} {plan.name}, {format_count(plan.microbatches, 'microbatch')} of {chosen.microbatch}; "
         f"{min(plan.partition)} to {max(plan.partition)} layers per stage"
     )
-    blocks = sum(plan.recomputed)
+    blocks, noun = sum(plan.recomputed), _name_layer(plan)
     per_stage = f": {_format_counts(plan.recomputed)}" if blocks else ""
-    yield f"  {'recompute':<12} {blocks} of {plan.job.transformer.layers} blocks{per_stage}" + (
+    yield f"  {'recompute':<12} {blocks} of {plan.job.layers} {noun}s{per_stage}" + (
         ", and the scores of attention" if chosen.selective else ""
     )
-    yield f"  {'sharding':<12} ZeRO-{chosen.sharding} over {chosen.replicas} GPUs, {plan.job.optimizer}"
-    yield f"  {'vocabulary':<12} {'on the first and last stage' if chosen.vocabulary == 'ends' else 'shared among the pipeline ranks'}"
+    optimizer = plan.job.optimizer if plan.job.profile is None else "the optimizer of the profile"
+    yield f"  {'sharding':<12} ZeRO-{chosen.sharding} over {chosen.replicas} GPUs, {optimizer}"
+    if plan.job.profile is None:
+        yield f"  {'vocabulary':<12} {'on the first and last stage' if chosen.vocabulary == 'ends' else 'shared among the pipeline ranks'}"
+    else:
+        yield f"  {'whole layers':<12} tensor and context degrees are 1: a profile has the times of whole layers"
     yield f"  {'bound':<12} {units.time(plan.bound)} for every configuration: at most {plan.seconds / plan.bound - 1:.1%} to gain"
     yield f"  {'proof':<12} {len(plan.proof.rules)} rules hold over {plan.proof.actions} actions and {plan.proof.messages} messages"
+
+
+def _name_layer(plan: JobPlan) -> str:
+    return "block" if plan.job.profile is None else "layer"
 
 
 def _format_counts(counts: tuple[int, ...]) -> str:
@@ -122,27 +179,27 @@ def _format_counts(counts: tuple[int, ...]) -> str:
 
 def _write_schedules(plan: JobPlan) -> Iterator[str]:
     """The schedules on the chosen configuration."""
-    trial = next(trial for trial in plan.trials if trial.configuration == plan.configuration)
-    if len(trial.schedules) < 2:
+    schedules = plan.search.schedules
+    if len(schedules) < 2:
         return
     yield "schedules with these degrees"
-    rows: list[tuple[str, ...]] = [("", "schedule", "takes", "bubble", "peak", "recomputed blocks", "")]
-    for tried in trial.schedules:
-        if tried.timed is None:
+    rows: list[tuple[str, ...]] = [("", "schedule", "takes", "bubble", "peak", f"recomputed {_name_layer(plan)}s", "")]
+    for tried in schedules:
+        if tried.seconds is None:
             lost = (
                 f"{plan.units.size(tried.excess)} over the limit" if tried.excess else f"at least {plan.units.time(tried.bound)}: not timed"
             )
             rows.append(("", tried.name, "-", "-", "-", "-", lost))
             continue
-        figures = plan.units.time(tried.seconds), f"{tried.timed.bubble:.1%}", plan.units.size(tried.timed.peak or 0.0)
-        rows.append(("->" if tried is plan.pipeline else "", tried.name, *figures, str(sum(tried.recomputed) or "-"), ""))
+        figures = plan.units.time(tried.seconds), f"{tried.bubble or 0.0:.1%}", plan.units.size(tried.peak or 0.0)
+        rows.append(("->" if tried.name == plan.name else "", tried.name, *figures, str(tried.recomputed or "-"), ""))
     yield from format_table(rows, left=(1, 6), indent="  ")
 
 
 def _write_memory(plan: JobPlan) -> Iterator[str]:
     """The memory of the GPUs of each pipeline rank, with equal ranks joined."""
     placement, units = plan.schedule.placement, plan.units
-    layers, costs = split_layers(plan.profile, plan.partition), LayerCosts(plan.job, plan.configuration)
+    layers, costs = split_layers(plan.profile, plan.partition), make_costs(plan.job, plan.configuration)
     rows: list[tuple[str, ...]] = []
     for rank, peak in enumerate(plan.predicted.peak_memory):
         own = [layer for stage in placement.stages_of(rank) for layer in layers[stage]]
@@ -160,17 +217,15 @@ def _write_memory(plan: JobPlan) -> Iterator[str]:
 def _list_others(plan: JobPlan) -> Iterator[str]:
     """The best of the other values of each dimension, and what became of all configurations."""
     rows: list[tuple[str, ...]] = [("dimension", "chosen", "instead", "takes", "compared with this plan")]
-    alternatives = list_alternatives(plan)
+    alternatives, counts = plan.search.alternatives, plan.search.verdicts
     for name in DIMENSIONS:
         others = [alternative for alternative in alternatives if alternative.dimension == name]
         for place, other in enumerate(others[:_SHOWN]):
             title, own = (_NAMES.get(name, name), str(getattr(plan.configuration, name))) if not place else ("", "")
             rows.append((title, own, str(other.value), "-" if other.seconds is None else plan.units.time(other.seconds), other.words))
-    counts = Counter(trial.verdict for trial in plan.trials)
-    yield (
-        f"{len(plan.trials)} configurations: {counts[Verdict.FITS]} timed and fit; {counts[Verdict.OVER]} do not fit; "
-        f"{counts[Verdict.SLOW]} not timed, because the bound is above the best"
-    )
+    fit, over, slow = (counts.get(verdict.value, 0) for verdict in (Verdict.FITS, Verdict.OVER, Verdict.SLOW))
+    tally = f"{fit} timed and fit; {over} do not fit; {slow} not timed, because the bound is above the best"
+    yield f"{sum(counts.values())} configurations: {tally}"
     if len(rows) > 1:
         yield ""
         yield "the best with another value of one dimension"

@@ -12,10 +12,9 @@ from penstock.errors import PlanError
 from penstock.ir.codes import MAX_MICROBATCHES
 from penstock.planner.candidate import Verdict
 from penstock.planner.job.configuration import DIMENSIONS, ENDS, SPREAD, Configuration
+from penstock.planner.job.costs import JobCosts, make_costs
 from penstock.planner.job.job import Job
-from penstock.planner.job.layer_costs import LayerCosts
 from penstock.planner.job.pipelines import PipelineTrials, ScheduleTemplates, ScheduleTrial
-from penstock.planner.profile import Layer
 from penstock.planner.request import Progress
 from penstock.text.units import Units
 
@@ -67,6 +66,9 @@ def list_configurations(job: Job, wanted: Mapping[str, Sequence[Any]]) -> list[C
 
 
 def _enumerate(job: Job, wanted: Mapping[str, Sequence[Any]], reasons: list[str]) -> Iterator[Configuration]:
+    if job.profile is not None:
+        yield from _enumerate_for_profile(job, wanted, reasons)
+        return
     gpus, model = job.machines.gpus, job.transformer
 
     def choose(name: str, usual: Sequence[Any]) -> Sequence[Any]:
@@ -78,31 +80,50 @@ def _enumerate(job: Job, wanted: Mapping[str, Sequence[Any]], reasons: list[str]
     contexts = choose("context", [degree for degree in _list_divisors(gpus) if degree == 1 or model.sequence // degree >= FEWEST_TOKENS])
     pipelines = choose("pipeline", [degree for degree in _list_divisors(gpus) if degree <= model.layers])
     for tensor, context, pipeline in product(tensors, contexts, pipelines):
-        taken = f"tensor={tensor} x context={context} x pipeline={pipeline}"
         if model.sequence % (tensor * context):
             reasons.append(f"sequence={model.sequence} cannot be shared among tensor={tensor} x context={context}")
-        elif pipeline > model.layers:
-            reasons.append(f"pipeline={pipeline} is more than layers={model.layers}")
-        elif gpus % (tensor * context * pipeline):
-            reasons.append(f"{taken} does not divide gpus={gpus}")
         else:
-            data = gpus // (tensor * context * pipeline)
-            if data not in choose("data", [data]):
-                reasons.append(f"{taken} leaves data={data} of {gpus} GPUs, not {' or '.join(map(str, wanted['data']))}")
-            elif job.batch % data:
-                reasons.append(f"batch={job.batch} cannot be shared among data={data}")
-            else:
-                degrees = Configuration(tensor=tensor, context=context, pipeline=pipeline, data=data)
-                yield from _complete(job, degrees, wanted, reasons)
+            yield from _add_data(job, Configuration(tensor=tensor, context=context, pipeline=pipeline), wanted, reasons)
+
+
+def _enumerate_for_profile(job: Job, wanted: Mapping[str, Sequence[Any]], reasons: list[str]) -> Iterator[Configuration]:
+    """Layers that are known by their times cannot be divided: every GPU of a stage has whole layers."""
+    for name, only in (("tensor", 1), ("context", 1), ("vocabulary", ENDS), ("selective", False)):
+        values = [value for value in wanted.get(name, ()) if value != only]
+        reasons += [f"{name}={value} needs the sizes of the model: a profile has whole layers, so {name} is {only}" for value in values]
+    if reasons:
+        return
+    for pipeline in wanted.get("pipeline", [degree for degree in _list_divisors(job.machines.gpus) if degree <= job.layers]):
+        yield from _add_data(job, Configuration(pipeline=pipeline), wanted, reasons)
+
+
+def _add_data(job: Job, degrees: Configuration, wanted: Mapping[str, Sequence[Any]], reasons: list[str]) -> Iterator[Configuration]:
+    """The configurations with these degrees, and as many data ranks as there are GPUs for."""
+    gpus, taken = job.machines.gpus, f"tensor={degrees.tensor} x context={degrees.context} x pipeline={degrees.pipeline}"
+    if degrees.pipeline > job.layers:
+        reasons.append(f"pipeline={degrees.pipeline} is more than layers={job.layers}")
+    elif gpus % degrees.gpus:
+        reasons.append(f"{taken} does not divide gpus={gpus}")
+    else:
+        data = gpus // degrees.gpus
+        if data not in wanted.get("data", [data]):
+            reasons.append(f"{taken} leaves data={data} of {gpus} GPUs, not {' or '.join(map(str, wanted['data']))}")
+        elif job.batch % data:
+            reasons.append(f"batch={job.batch} cannot be shared among data={data}")
+        else:
+            yield from _complete(job, replace(degrees, data=data), wanted, reasons)
 
 
 def _complete(job: Job, degrees: Configuration, wanted: Mapping[str, Sequence[Any]], reasons: list[str]) -> Iterator[Configuration]:
     """The configurations with these degrees."""
     per_replica = job.batch // degrees.data
-    samples = wanted.get("microbatch", [size for size in _list_powers(MOST_SAMPLES) if per_replica % size == 0])
+    samples = wanted.get("microbatch", [size for size in _list_sizes(job) if per_replica % size == 0])
+    if not samples:
+        reasons.append(f"none of the profile's microbatch sizes divides the {per_replica} samples of each of {degrees.data} data ranks")
     sharding = wanted.get("sharding", (1, 2, 3) if degrees.replicas > 1 else (0,))
-    vocabulary = wanted.get("vocabulary", (ENDS, SPREAD) if degrees.pipeline > 1 else (ENDS,))
-    selective = wanted.get("selective", (False,) if job.transformer.flash else (False, True))
+    can_spread, flash = job.profile is None and degrees.pipeline > 1, job.profile is not None or job.transformer.flash
+    vocabulary = wanted.get("vocabulary", (ENDS, SPREAD) if can_spread else (ENDS,))
+    selective = wanted.get("selective", (False,) if flash else (False, True))
     for size, stage, split, again in product(samples, sharding, vocabulary, selective):
         if per_replica % size:
             reasons.append(f"microbatch={size} does not divide the {per_replica} samples of each of {degrees.data} data ranks")
@@ -110,7 +131,7 @@ def _complete(job: Job, degrees: Configuration, wanted: Mapping[str, Sequence[An
             reasons.append(f"microbatch={size} makes {per_replica // size} microbatches, more than {MAX_MICROBATCHES}")
         elif split == SPREAD and degrees.pipeline == 1:
             reasons.append("vocabulary='spread' needs more than one pipeline rank")
-        elif again and job.transformer.flash:
+        elif again and flash:
             reasons.append("selective=True is for attention without flash: flash keeps no scores")
         else:
             yield replace(degrees, microbatch=size, sharding=stage, vocabulary=split, selective=again)
@@ -130,6 +151,11 @@ def _is_tensor(job: Job, degree: int, reasons: list[str]) -> bool:
     return True
 
 
+def _list_sizes(job: Job) -> Sequence[int]:
+    """Samples per microbatch to choose from: those that were measured, or powers of two."""
+    return _list_powers(MOST_SAMPLES) if job.profile is None else sorted(job.profile.sizes)
+
+
 def _list_divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
@@ -141,23 +167,17 @@ def _list_powers(most: int) -> list[int]:
 # Bounds ---------------------------------------------------------------------------------------------------------------
 
 
-def bound_seconds(costs: LayerCosts, microbatches: int) -> float:
-    """Seconds that no pipeline of these layers beats: work and updates of the mean rank, or of the rank with the most blocks."""
-    ranks, blocks = costs.configuration.pipeline, costs.job.transformer.layers
-    work = sum(count * (microbatches * layer.time + layer.update) for layer, count in _list_layers(costs))
-    return max(work / ranks, math.ceil(blocks / ranks) * (microbatches * costs.block.time + costs.block.update))
+def bound_seconds(costs: JobCosts, microbatches: int) -> float:
+    """Seconds that no pipeline of these layers beats: work and updates of the mean rank, or of the rank with the most layers of a kind."""
+    ranks = costs.configuration.pipeline
+    steps = [(microbatches * layer.time + layer.update, count) for layer, _, count in costs.count_layers()]
+    return max(sum(step * count for step, count in steps) / ranks, *(math.ceil(count / ranks) * step for step, count in steps))
 
 
-def bound_memory(costs: LayerCosts) -> float:
-    """Bytes that the fullest GPU holds at least: the mean of what ranks keep, and one microbatch with every block recomputed."""
-    least = [(costs.recomputed_block if layer is costs.block else layer, count) for layer, count in _list_layers(costs)]
-    held = sum(count * (layer.static + layer.activation) for layer, count in least)
+def bound_memory(costs: JobCosts) -> float:
+    """Bytes that the fullest GPU holds at least: the mean of what ranks keep, and one microbatch with all recomputed that can be."""
+    held = sum(count * min(one.static + one.activation for one in (layer, again)) for layer, again, count in costs.count_layers())
     return held / costs.configuration.pipeline
-
-
-def _list_layers(costs: LayerCosts) -> list[tuple[Layer, int]]:
-    ends = [] if costs.configuration.vocabulary == SPREAD else [(costs.embedding, 1), (costs.head, 1)]
-    return [(costs.block, costs.job.transformer.layers), *ends]
 
 
 # The search -----------------------------------------------------------------------------------------------------------
@@ -194,7 +214,7 @@ class ConfigurationSearch:
 
     def _bound(self, configuration: Configuration) -> Trial:
         """The configuration with its bounds, not timed."""
-        costs = LayerCosts(self.job, configuration)
+        costs = make_costs(self.job, configuration)
         microbatches = self.job.batch // (configuration.data * configuration.microbatch)
         excess = bound_memory(costs) - self.job.limit
         verdict = Verdict.OVER if excess > 0 else Verdict.SLOW
@@ -204,7 +224,7 @@ class ConfigurationSearch:
 
     def _time(self, trial: Trial, best: float) -> Trial:
         """Try the schedules of a configuration that may take less than the best time."""
-        schedules = tuple(PipelineTrials(LayerCosts(self.job, trial.configuration), self.templates, self.recompute).run(best))
+        schedules = tuple(PipelineTrials(make_costs(self.job, trial.configuration), self.templates, self.recompute).run(best))
         fits = bool(schedules) and schedules[0].timed is not None
         open_bounds = [tried.bound for tried in schedules if not tried.excess]
         verdict = Verdict.FITS if fits else Verdict.SLOW if open_bounds else Verdict.OVER

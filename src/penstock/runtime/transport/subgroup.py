@@ -196,13 +196,13 @@ class ThreadCollectives:
         return self
 
     @torch.no_grad()
-    def broadcast(self, tensors: Sequence[Tensor]) -> ThreadCollectives:
-        """Copy the tensor of the first rank."""
+    def broadcast(self, tensors: Sequence[Tensor], options: Any) -> ThreadCollectives:
+        """Copy the tensor of the rank that the options name as root."""
         (tensor,) = tensors
-        first = self.group.gather(self.group.rank, "broadcast", tensor, self.deadline)[0]
-        if first is not tensor:
-            tensor.copy_(first)
-        self.group.gather(self.group.rank, "broadcast done", None, self.deadline)  # the first may change it from here on
+        given = self.group.gather(self.group.rank, "broadcast", tensor, self.deadline)[options.rootRank]
+        if given is not tensor:
+            tensor.copy_(given)
+        self.group.gather(self.group.rank, "broadcast done", None, self.deadline)  # the root may change it from here on
         return self
 
     def wait(self, timeout: Any = None) -> None:

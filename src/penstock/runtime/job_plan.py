@@ -1,0 +1,75 @@
+"""A pipeline of a whole job's plan: everything that was planned is run, or refused with what to do instead.
+
+The pipeline runs the plan's schedule on the plan's partition. It recomputes whole stages, shards parameters, gradients and optimizer state
+together (ZeRO-3), and has no dimension for context; a plan that asks for anything else needs a choice of the caller.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+from penstock.errors import ScheduleError
+from penstock.planner.job.configuration import SPREAD
+from penstock.planner.job.plan import JobPlan
+from penstock.runtime.model.transforms import Recompute
+from penstock.runtime.parallel.fsdp import Sharding
+from penstock.runtime.parallel.mesh import PipelineMesh
+
+_BY_HAND = "or run its parts, Pipeline(model, plan.schedule, split=plan.partition), and take care of the rest yourself"
+_EVERYTHING = 3
+"""The ZeRO stage that `shard=True` stands for."""
+
+
+def settle_sharding(plan: object, sharding: Sharding | None) -> Sharding:
+    """The sharding that was chosen, by default the plan's."""
+    if sharding is not None or not isinstance(plan, JobPlan):
+        return bool(sharding) if sharding is None else sharding
+    stage, replicas = plan.configuration.sharding, plan.configuration.replicas
+    if stage not in (0, _EVERYTHING):
+        what = "the optimizer's state" if stage == 1 else "gradients and the optimizer's state"
+        raise ScheduleError(
+            f"the plan shards {what} over {replicas} GPUs (ZeRO-{stage}), but a pipeline shards parameters too or nothing: give shard=True "
+            "for that, shard=False if your optimizer shards its state itself, or plan with sharding=3"
+        )
+    return stage == _EVERYTHING
+
+
+def settle_recompute(plan: object, recompute: Recompute) -> Recompute:
+    """The recomputed stages that were chosen, by default the plan's; refuses a plan that recomputes a part of a stage."""
+    if recompute is not None or not isinstance(plan, JobPlan):
+        return recompute
+    flags = []
+    for stage, (begin, end) in enumerate(pairwise([0, *accumulate(plan.partition)])):
+        again = sum(plan.recomputed_layers[begin:end])
+        if 0 < again < end - begin:
+            raise ScheduleError(
+                f"the plan recomputes {again} of {end - begin} layers of stage {stage}, but a pipeline recomputes whole stages: have the "
+                "layers of plan.recomputed_layers run torch.utils.checkpoint and give recompute=False, or give one bool per stage"
+            )
+        flags.append(again > 0)
+    return flags
+
+
+def check_degrees(plan: object, mesh: PipelineMesh | None) -> None:
+    """Refuse a plan whose degrees the ranks do not have, or that asks for what no pipeline does."""
+    if not isinstance(plan, JobPlan):
+        return
+    chosen = plan.configuration
+    if chosen.context > 1:
+        raise ScheduleError(
+            f"the plan has context={chosen.context}, but a pipeline cuts no sequences among ranks: plan with context=1, {_BY_HAND}"
+        )
+    if chosen.vocabulary == SPREAD:
+        raise ScheduleError(
+            f"the plan spreads the vocabulary over the pipeline ranks, which a pipeline does not: plan with vocabulary='ends', {_BY_HAND}"
+        )
+    if chosen.selective:
+        raise ScheduleError(f"the plan has attention run its scores again, which is up to the model: plan with selective=False, {_BY_HAND}")
+    for name, dimension, wanted in (("data", "dp", chosen.data), ("tensor", "tp", chosen.tensor)):
+        ranks = 1 if mesh is None else len(getattr(mesh, name).members)
+        if ranks != wanted:
+            raise ScheduleError(
+                f"the plan has {wanted} {name} ranks, but there {'is' if ranks == 1 else 'are'} {ranks}: give mesh=device_mesh("
+                f"pp={chosen.pipeline}, dp={chosen.data}{f', tp={chosen.tensor}' if chosen.tensor > 1 else ''}), or plan with {name}="
+                f"{ranks} (dimension {dimension!r} of the mesh)"
+            )
