@@ -237,10 +237,10 @@ def _peer_cases(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedPr
 
 
 def test_cases_are_run_on_every_engine(tmp_path: Path) -> None:
-    """One of each kind: gradients, a step, an order, a count."""
-    done, found = _peer_cases(tmp_path, "4", "10b", "12b", "15")
+    """A step, an order and a count."""
+    done, found = _peer_cases(tmp_path, "4", "12b", "15")
     assert done.returncode == 0, done.stderr
-    assert list(found["cases"]) == ["4", "10b", "12b", "15"]
+    assert list(found["cases"]) == ["4", "12b", "15"]
     for number, case in found["cases"].items():
         assert case["Penstock"]["symptom"] == case["drop-in"]["symptom"] == "right", number
         assert case["torch"]["text"]

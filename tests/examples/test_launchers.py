@@ -181,7 +181,7 @@ def test_machines_end_with_the_process_that_made_them() -> None:
 def test_torchrun_on_two_machines(
     machines: tuple[Machine, Machine], file: Path, environment: dict[str, str], expected: list[float]
 ) -> None:
-    environment |= {"FIRST": ADDRESSES[0], "PROCESSES": "2"}
+    environment |= {"FIRST": ADDRESSES[0]}
     command = ["bash", str(LAUNCHERS / "torchrun.sh"), str(file), *TRAIN]
     assert wait_for_losses([machine.start(command, environment) for machine in machines]) == expected
 

@@ -51,7 +51,7 @@ def test_the_solver_finds_the_best_order_and_its_bound_stays_below(problem: Prob
 
 @needs_solver
 @pytest.mark.slow
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=5)
 @given(problem=problems(SMALL))
 def test_the_solver_finds_the_best_of_more_orders(problem: Problem) -> None:
     check_against_all_orders(problem)

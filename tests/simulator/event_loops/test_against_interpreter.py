@@ -82,7 +82,7 @@ def compare_memory(timeline: Timeline, expected: Outcome, rank: int) -> None:
         assert found == near(wanted)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(timed())
 def test_equal_on_any_table(case: tuple[Table, Costs]) -> None:
     compare(*case)
