@@ -61,7 +61,8 @@ def check_degrees(plan: object, mesh: PipelineMesh | None) -> None:
         )
     if chosen.vocabulary == SPREAD:
         raise ScheduleError(
-            f"the plan spreads the vocabulary over the pipeline ranks, but its schedule does not say when: plan with vocabulary='ends', {_BY_HAND}"
+            "the plan spreads the vocabulary over the pipeline ranks, but its schedule does not say when: plan with vocabulary='ends', "
+            f"{_BY_HAND}"
         )
     if chosen.selective:
         raise ScheduleError(f"the plan has attention run its scores again, which is up to the model: plan with selective=False, {_BY_HAND}")
