@@ -7,10 +7,10 @@ import { expect, inject, test } from "vitest";
 import type { Target } from "../src/draw/target.ts";
 import { addressed, click, cut, drawn, read, settled, texts, tile, until, where } from "./page.ts";
 import { python, run } from "./penstock.ts";
-import { Session } from "./session.ts";
+import { Session, studio } from "./session.ts";
 
 const folder = inject("folder");
-const address = inject("studio");
+const address = studio();
 const ZBV = `file://${join(folder, "zbv.html")}`;
 const session = new Session();
 

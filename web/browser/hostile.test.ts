@@ -4,10 +4,10 @@ import { join } from "node:path";
 import type { Page } from "playwright-core";
 import { expect, inject, test } from "vitest";
 import { addressed, drawn, hover, settled } from "./page.ts";
-import { Session } from "./session.ts";
+import { Session, studio } from "./session.ts";
 
 const folder = inject("folder");
-const address = inject("studio");
+const address = studio();
 const session = new Session();
 const HOSTILE = `<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>"'\`\${1}&lt;`;
 

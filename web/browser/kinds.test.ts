@@ -6,10 +6,10 @@ import { expect, inject, test } from "vitest";
 import type { Target } from "../src/draw/target.ts";
 import { click, drawn, hover, read, tile, until } from "./page.ts";
 import { expected, run } from "./penstock.ts";
-import { Session } from "./session.ts";
+import { Session, studio } from "./session.ts";
 
 const folder = inject("folder");
-const address = inject("studio");
+const address = studio();
 const session = new Session();
 const SLICES = `file://${join(folder, "slices.html")}`;
 const OFFLOAD = `file://${join(folder, "offload.html")}`;

@@ -1,6 +1,12 @@
 import type { Browser, BrowserContextOptions, Page } from "playwright-core";
-import { afterAll, afterEach, beforeAll, expect } from "vitest";
+import { afterAll, afterEach, beforeAll, expect, inject } from "vitest";
 import { launch, open, type Watched } from "./page.ts";
+
+/** Where the server listens that no other file uses at the same time. */
+export function studio(): string {
+  const addresses = inject("studios");
+  return addresses[(Number(process.env.VITEST_POOL_ID ?? 1) - 1) % addresses.length];
+}
 
 /** One browser for the tests of a file, and a page of its own for each; whatever goes wrong on a page fails its test. */
 export class Session {

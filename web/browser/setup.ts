@@ -8,27 +8,30 @@ import { python, run } from "./penstock.ts";
 
 declare module "vitest" {
   interface ProvidedContext {
-    /** Where the server listens. */
-    studio: string;
+    /** Where the servers listen: one for each file that runs at the same time, because a server makes one plan at a time. */
+    studios: string[];
     /** A folder with the exported pages and the files to open. */
     folder: string;
   }
 }
 
 const LIMIT = 120_000;
+/** Files that run at the same time. */
+export const AT_ONCE = 2;
 
 export default async function setup(project: TestProject): Promise<() => void> {
   const folder = mkdtempSync(join(tmpdir(), "penstock-page-"));
-  const server = spawn(python(), ["-m", "penstock", "studio", "--port", "0", "--no-open"], { stdio: ["ignore", "pipe", "pipe"] });
-  const address = listening(server);
-  address.catch(() => undefined); // said below, if nothing else went wrong first
+  const command = ["-m", "penstock", "studio", "--port", "0", "--no-open"];
+  const servers = Array.from({ length: AT_ONCE }, () => spawn(python(), command, { stdio: ["ignore", "pipe", "pipe"] }));
+  const addresses = Promise.all(servers.map(listening));
+  addresses.catch(() => undefined); // said below, if nothing else went wrong first
   const end = (): void => {
-    server.kill("SIGINT");
+    for (const server of servers) server.kill("SIGINT");
     rmSync(folder, { recursive: true });
   };
   try {
     run("prepare.py", folder);
-    project.provide("studio", await address);
+    project.provide("studios", await addresses);
     project.provide("folder", folder);
   } catch (error) {
     end();

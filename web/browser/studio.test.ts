@@ -4,11 +4,11 @@ import type { Page } from "playwright-core";
 import { expect, inject, test } from "vitest";
 import { addressed, cut, drawn, read, settled, texts, tile, untilTile } from "./page.ts";
 import { expected } from "./penstock.ts";
-import { Session } from "./session.ts";
+import { Session, studio } from "./session.ts";
 
 const folder = inject("folder");
 const wanted = expected(folder);
-const address = inject("studio");
+const address = studio();
 const session = new Session();
 
 async function show(hash = "", options = {}): Promise<Page> {

@@ -4,10 +4,10 @@ import type { Page } from "playwright-core";
 import { expect, inject, test } from "vitest";
 import type { Target } from "../src/draw/target.ts";
 import { click, cut, drawn, hover, read, settled, until } from "./page.ts";
-import { Session } from "./session.ts";
+import { Session, studio } from "./session.ts";
 
 const folder = inject("folder");
-const address = inject("studio");
+const address = studio();
 const ZBV = `file://${join(folder, "zbv.html")}`;
 const session = new Session();
 
