@@ -13,7 +13,7 @@ from fuzz.draw import draw_case
 from fuzz.known_cases import KNOWN
 from fuzz.shrink import shrink
 
-CASES, PER_TEST = 120, 20
+CASES, PER_TEST = 100, 20
 """Cases in all, and how many one test runs: the first test is quick, the others are slow."""
 
 

