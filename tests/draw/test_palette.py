@@ -11,7 +11,7 @@ import pytest
 from rich.color import Color, ColorSystem
 
 from penstock.draw.palette import BASIC_INK, OPTIMIZER, TONES, ink_on, shade
-from penstock.ir.kind import COMPUTE, Kind
+from penstock.ir.kind import COMPUTE, WORK, Kind
 
 ALL = list(dict.fromkeys(TONES.values()))
 
@@ -99,8 +99,8 @@ def test_no_chunk_of_a_kind_looks_like_one_of_another_kind(vision, chunks):
 
 def test_the_studio_has_the_same_colours():
     source = (Path(__file__).parents[2] / "web" / "src" / "draw" / "colours.ts").read_text()
-    fills = dict(re.findall(r'^  ([FBIW]): \{.*fill: "(#\w+)"', source, flags=re.MULTILINE))
-    assert fills == {kind.name: TONES[kind].fill for kind in COMPUTE}
+    fills = dict(re.findall(r'^  ([FBIWST]|MEET): \{.*fill: "(#\w+)"', source, flags=re.MULTILINE))
+    assert fills == {kind.name: TONES[kind].fill for kind in WORK} | {"MEET": TONES[Kind.BROADCAST].fill}
     ranges = {
         name: tuple(map(float, text.split(","))) for name, text in re.findall(r"^const (DARKER|LIGHTER) = \[(.*)\];", source, re.MULTILINE)
     }

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 import penstock as ps
 from penstock.draw.boxes import compute_boxes, list_collective_boxes
 from penstock.draw.palette import TONES, shade
 from penstock.draw.terminal import timeline_lines
-from penstock.errors import ScheduleError
 from penstock.ir.kind import JOINS, SHARES
 from penstock.passes.vocabulary import spread_vocabulary
-from penstock.studio.document import document
 
 COSTS = ps.Costs(s=[0.5, 0, 2.0], t=[0.5, 0, 1.0], broadcast=0.25, combine=0.5)
 SPREAD = spread_vocabulary(ps.schedule("1f1b", ranks=3, microbatches=4), COSTS)
@@ -50,8 +46,3 @@ def test_figures_and_traces_have_them(tmp_path: Path) -> None:
     slices = [event for event in json.loads((tmp_path / "spread.trace.json").read_text())["traceEvents"] if event.get("ph") == "X"]
     assert sum(event["name"] == "2BROADCAST3" for event in slices) == 3
     assert sum(event["name"] == "0COMBINE0" for event in slices) == 3
-
-
-def test_the_page_says_that_it_cannot_time_it() -> None:
-    with pytest.raises(ScheduleError, match="the page cannot time a vocabulary"):
-        document(SPREAD, source={})

@@ -20,6 +20,7 @@ from penstock.ir.formats import json_form
 from penstock.ir.formats.csv_form import csv_text
 from penstock.ir.kind import COPIES
 from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 from penstock.simulator import timeline_json
 from penstock.simulator.event_loops.flat import Flat
@@ -233,6 +234,58 @@ def test_sliced_schedules_are_timed_and_named_the_same(page: Page, name: str, lo
     check(timeline, said)
     assert {"0F0.0", "0F1.2"} <= set(said["actions"])
     assert asked(page, said["view"], timeline.costs) == said
+
+
+SPREADS = {
+    "both": ps.Vocabulary(),
+    "head": ps.Vocabulary(embedding=False),
+    "embedding": ps.Vocabulary(head=False),
+}
+
+
+def spread(name: str, vocabulary: str, seed: int, contention: str = "independent", **shape: Any) -> tuple[Schedule, Costs]:
+    """A schedule with its vocabulary on all ranks, and costs with a share, collectives and logits of random sizes."""
+    schedule = ps.schedule(name, ranks=3, microbatches=4, **shape)
+    random = Random(seed)
+    chosen = real_costs(schedule, random, contention)
+    tables = {
+        field: [[random.uniform(0.1, 2) for _ in range(schedule.units)] for _ in range(schedule.stages)]
+        for field in ("s", "t", "broadcast", "combine", "logits")
+    }
+    chosen = replace(chosen, **tables)
+    return ps.spread_vocabulary(schedule, chosen, SPREADS[vocabulary]), chosen
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+@pytest.mark.parametrize("vocabulary", SPREADS)
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "interleaved-1f1b"])
+def test_a_spread_vocabulary_is_timed_the_same(page: Page, name: str, vocabulary: str, lowered: bool) -> None:
+    for seed, contention in enumerate(("independent", "pair", "rank")):
+        schedule, chosen = spread(name, vocabulary, seed, contention)
+        table = ps.lower(schedule, fsdp=seed == 1) if lowered else schedule
+        timeline = simulate(table, chosen, engine="plain")
+        said = asked(page, document(table, chosen, source=SOURCE), chosen)
+        check(timeline, said)
+        assert any("of all ranks" in gap["text"] for gaps in said["gaps"] for gap in gaps)
+        assert asked(page, said["view"], chosen) == said
+
+
+def test_collectives_of_all_ranks_that_wait_for_each_other_are_on_the_critical_path(page: Page) -> None:
+    schedule, chosen = spread("1f1b", "both", 5)
+    chosen = replace(chosen, broadcast=20.0, combine=20.0)
+    timeline = simulate(schedule, chosen)
+    assert [step.what for step in timeline.critical_path].count("collective") > 3
+    check(timeline, asked(page, document(schedule, chosen, source=SOURCE), chosen))
+
+
+def test_a_spread_vocabulary_of_slices_and_of_forwards_alone_is_timed_the_same(page: Page) -> None:
+    schedule, chosen = spread("seq1f1b", "both", 3, slices=2)
+    check(simulate(schedule, chosen), asked(page, document(schedule, chosen, source=SOURCE), chosen))
+    kept = {"F", "S", "BROADCAST", "COMBINE"}
+    whole, chosen = spread("1f1b", "head", 4)
+    rows = [[str(action) for action in row if action.kind.name in kept] for row in whole]
+    forwards = ps.Schedule.from_actions(rows, whole.placement)
+    check(simulate(forwards, chosen), asked(page, document(forwards, chosen, source=SOURCE), chosen))
 
 
 def test_times_of_three_overlapped_actions_are_added_as_in_the_library(page: Page) -> None:

@@ -16,7 +16,7 @@ from penstock.planner.candidate import Candidate
 from penstock.planner.plan_file import decode
 from penstock.simulator.timeline import Timeline
 from penstock.studio.plan_jobs import GRACE, PlanJobs, describe_candidate, run_plan
-from penstock.studio.plan_request import read_plan_request
+from penstock.studio.plan_request import check_plan, read_plan_request
 from penstock.studio.server import application
 from studio.page import Page
 
@@ -267,3 +267,119 @@ def test_a_plan_file_opens_with_its_prediction(client: TestClient, page: Page, w
     predicted: Timeline = wanted.predicted
     assert made["source"] == {"kind": "plan", "name": wanted.name, "file": "plan.json"}
     assert page.ask(made, made["costs"])["timing"]["end"] == predicted.end.tolist()
+
+
+# Clusters -------------------------------------------------------------------------------------------------------------
+
+CLUSTER = """
+latency = 1.0
+node_latency = 0.1
+card = "node"
+
+[[devices]]
+name = "slow"
+speed = 0.5
+node = "b"
+memory = 30
+count = 2
+
+[[devices]]
+name = "fast"
+node = "a"
+memory = 60
+"""
+ON_CLUSTER = {
+    **{name: value for name, value in BODY.items() if name not in ("ranks", "memory_limit")},
+    "cluster": CLUSTER,
+    "schedules": ["1f1b", "zbv"],
+}
+
+
+def test_a_plan_for_a_cluster_is_that_of_the_library(client: TestClient, page: Page, tmp_path):
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    cluster = ps.Cluster.load(tmp_path / "cluster.toml")
+    profile = ps.Profile.from_json(BODY["profile"])
+    wanted = ps.plan(profile, cluster=cluster, microbatches=4, seconds=0, schedules=["1f1b", "zbv"])
+    answer = client.post("/api/plan", json=ON_CLUSTER).json()
+    assert answer["limits"] == [30, 30, 60]  # of the devices in the order of the file
+    told = events(client, answer["job"])
+    saved = decode(client.get(f"/api/plan/{answer['job']}").json())
+    assert (saved, saved.cluster, saved.devices) == (wanted, cluster, wanted.devices)
+    fitting = {(each["name"], each["makespan"]) for each in of("candidate", told) if each["fits"]}
+    assert (wanted.name, wanted.objective) in fitting
+    best = client.get(f"/api/plan/{answer['job']}/candidates/{told[-1][1]['best']}").json()
+    names = [cluster.devices[device].name for device in wanted.devices]
+    assert [device["name"] for device in best["devices"]] == names
+    assert best["memory_limit"] == [{"slow": 30, "fast": 60}[name] for name in names]
+    assert page.ask(best, best["costs"])["numbers"]["makespan"] == wanted.objective
+    file = client.post("/api/open", json={"name": "plan.json", "content": json.dumps(saved.to_json())}).json()
+    assert file["devices"] == best["devices"]
+    assert read_plan_request({**ON_CLUSTER, "cluster": file["cluster"]})[1]["cluster"] == cluster  # what the page carries over
+
+
+def test_a_limit_of_the_request_overrides_the_memory_of_the_devices():
+    assert check_plan(ON_CLUSTER)["limits"] == (30, 30, 60)
+    assert check_plan({**ON_CLUSTER, "memory_limit": 50})["limits"] == (50, 50, 50)
+    assert check_plan({**ON_CLUSTER, "memory_limit": [1, 2, 3]})["limits"] == (1, 2, 3)
+    assert check_plan({**ON_CLUSTER, "cluster": {"devices": [{"count": 3}]}, "ranks": 3})["limits"] is None
+
+
+def test_candidates_are_judged_by_the_limit_of_the_device_of_each_rank():
+    devices = [ps.Device("slow", speed=0.5, memory=30), ps.Device("fast", memory=60)]
+    plan = ps.plan(
+        ps.Profile.from_json(BODY["profile"]), cluster=ps.Cluster(devices), microbatches=4, seconds=0, rounds=0, schedules=["1f1b"]
+    )
+    peaks = plan.predicted.peak_memory
+    assert (plan.devices, peaks[0] > peaks[1]) == ((1, 0), True)  # else the order of the limits would not matter
+    candidate = Candidate.of_timeline("any", plan.problem, plan.schedule, plan.predicted)
+    exact = [peaks[plan.devices.index(device)] for device in range(2)]
+    assert describe_candidate(candidate, 0, exact)["fits"]
+    assert not describe_candidate(candidate, 0, [limit * 0.99 for limit in exact])["fits"]
+    assert not describe_candidate(candidate, 0, exact[::-1])["fits"]
+
+
+def test_a_cluster_is_described(client: TestClient):
+    told = client.post("/api/cluster", json={"name": "cluster.toml", "content": "\ufeff" + CLUSTER.replace("\n", "\r\n")}).json()
+    assert told == {"ranks": 3, "summary": "3 devices (2 slow, 1 fast) in 2 nodes", "has_memory": True}
+    told = client.post("/api/cluster", json={"content": ' {"devices": [{}, {"speed": 2}]}'}).json()
+    assert told == {"ranks": 2, "summary": "2 devices (1 of speed 1, 1 of speed 2)", "has_memory": False}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "c.toml: it is empty"),
+        ("[[devices", "c.toml: not a TOML file"),
+        ('{"devices"', "c.toml: not a JSON file"),
+        ("latency = 1", "c.toml: a cluster: 'devices' is missing"),
+        ("[[devices]]\nspeed = 0", "c.toml: device 0: speed must be more than 0"),
+        ("[[devices]]\nsped = 1", "there is no field 'sped'"),
+        ("[[devices]]\ncount = 1000000000000", "1,000,000,000,000 devices are more than the studio takes, 512"),
+        ("[[devices]]\n" * 600, "600 devices are more than the studio takes, 512"),
+        ("[[devices]]\nmemory = 1\n[[devices]]", "device 1 has no memory"),
+        ("#" * (9 << 20), "c.toml has 9,437,184 characters, more than the studio takes"),
+        ("a = " + "[" * 5000, "c.toml: not a TOML file"),
+    ],
+)
+def test_a_bad_cluster_is_refused_with_the_library_s_error(client: TestClient, content, said):
+    response = client.post("/api/cluster", json={"name": "c.toml", "content": content})
+    assert (response.status_code, said in response.json()["error"]) == (400, True), response.json()
+    response = client.post("/api/plan", json={**ON_CLUSTER, "cluster": content})
+    assert (response.status_code, said.replace("c.toml", "the cluster") in response.json()["error"]) == (400, True), response.json()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"ranks": 4}, "4 ranks on a cluster of 3 devices"),
+        ({"cluster": None}, "'ranks' is missing: give the number of ranks, or a 'cluster'"),
+        ({"cluster": {"devices": [{"count": 9}]}}, "8 layers are too few for 9 ranks"),
+        ({"cluster": {"devices": [{}], "time_unit": "ms"}, "profile": {**BODY["profile"], "time_unit": "s"}}, "give both in one unit"),
+        ({"cluster": {"devices": [{"speed": [1, 2]}]}}, "layers"),
+        ({"memory_limit": [1, 2]}, "2 values for 3 ranks"),
+    ],
+)
+def test_a_cluster_that_does_not_go_with_the_request_is_refused(client: TestClient, change, said):
+    response = client.post("/api/plan", json={**ON_CLUSTER, **change})
+    assert response.status_code == 400
+    assert said in response.json()["error"]

@@ -1,10 +1,10 @@
-// Slices of sequences, copies to host memory, and waits: what is shown of them, and what can be done with them.
+// Slices of sequences, copies to host memory, waits, and a vocabulary on all ranks: what is shown of them, and what can be done with them.
 import { readFileSync } from "node:fs";
 import { join } from "node:path";
 import type { Page } from "playwright-core";
 import { expect, inject, test } from "vitest";
 import type { Target } from "../src/draw/target.ts";
-import { click, drawn, hover, read, tile, until } from "./page.ts";
+import { addressed, click, drawn, hover, read, tile, until, untilTile } from "./page.ts";
 import { expected, run } from "./penstock.ts";
 import { Session, studio } from "./session.ts";
 
@@ -86,7 +86,7 @@ test("copies to the host are timed as the library does, and can be pointed at; s
   expect(await page.getByTestId("details").innerText()).toMatch(/0F1 on this rank[\s\S]*0RELOAD1/);
   await page.locator(".legend").getByText("copies to the host").waitFor();
   expect(await page.getByTestId("figures").innerText()).toMatch(/peak host memory\s*4/);
-  expect(await page.getByTestId("figures").innerText()).toMatch(/waiting for a message or copy/);
+  expect(await page.getByTestId("figures").innerText()).toMatch(/waiting for communication/);
   await page.getByRole("button", { name: "Edit", exact: true }).click();
   await page.getByTestId("notice").getByText("cannot be changed: it moves activations to host memory").waitFor();
   await page.getByRole("button", { name: "Export" }).click();
@@ -94,6 +94,27 @@ test("copies to the host are timed as the library does, and can be pointed at; s
   const path = join(folder, "offloaded.json");
   await download.saveAs(path);
   expect(proved(path).rows[0]).toContain("0RELOAD0");
+});
+
+test("a vocabulary on all ranks is timed as the library does, under other costs too; it can be pointed at, and is not edited", async () => {
+  const page = await show(address);
+  await page.getByTestId("file").setInputFiles(join(folder, "spread.json"));
+  await page.locator(".legend").getByText("collectives of all ranks").waitFor();
+  const { spread, slower } = expected(folder);
+  await untilTile(page, "Makespan", spread.makespan);
+  expect(await tile(page, "Peak memory")).toBe(spread.peak);
+  await page.locator(".legend").getByText("S share of the vocabulary").waitFor();
+  const join0: Target = { what: "collective", panel: 0, index: (await read(page, (handle) => handle.nodes)).indexOf("3COMBINE0") };
+  await hover(page, join0);
+  await page.getByTestId("tooltip").getByText("3COMBINE0").waitFor();
+  expect(await page.getByTestId("tooltip").innerText()).toMatch(/joined last by\s*rank \d[\s\S]*needed by\s*3T0/);
+  await page.getByLabel("Combine, typed").fill("1.5");
+  await page.getByLabel("Combine, typed").press("Enter");
+  await untilTile(page, "Makespan", slower.makespan);
+  await addressed(page, "combine=1.5");
+  await page.getByRole("button", { name: "Edit", exact: true }).click();
+  await page.getByTestId("notice").getByText("cannot be changed: its vocabulary is spread over the ranks").waitFor();
+  expect(proved(await saved(page, "Schedule")).rows[1]).toContain("3BROADCAST0");
 });
 
 test("a named schedule is lowered with copies to the host, and a link leads there again", async () => {

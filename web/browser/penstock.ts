@@ -21,7 +21,7 @@ export interface Figures {
   messages: number;
 }
 
-export type Timed = "zbv" | "moved" | "skewed" | "half" | "1f1b" | "chunked" | "sharded" | "auto" | "offload";
+export type Timed = "zbv" | "moved" | "skewed" | "half" | "1f1b" | "chunked" | "sharded" | "auto" | "offload" | "spread" | "slower";
 
 export interface Found {
   rule: string;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,14 @@ PAGES = {
 }
 BAD = "0F0,0F1,0B0,0B1\n,1F0,1B0,1B0\n"
 SKEWED = [1.0, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0]
+
+
+SPREAD = ps.Costs(s=[0, 0, 0, 1.0], t=[0, 0, 0, 0.5], broadcast=0.25, combine=0.5, logits=2.0)
+
+
+def spread() -> ps.Schedule:
+    """A schedule whose head is spread over the ranks."""
+    return ps.spread_vocabulary(ps.schedule("1f1b", ranks=4, microbatches=8), SPREAD, ps.Vocabulary(embedding=False))
 
 
 def figures(timeline: Any) -> dict[str, float]:
@@ -44,6 +53,8 @@ def expected(bad: Path) -> dict[str, Any]:
         "chunked": ps.simulate(chunked),
         "sharded": ps.simulate(ps.lower(chunked, fsdp=True)),
         "auto": ps.simulate(auto, slow),
+        "spread": ps.simulate(spread(), SPREAD),
+        "slower": ps.simulate(spread(), replace(SPREAD, combine=1.5)),
         "offload": ps.simulate(ps.lower(ps.schedule("1f1b", ranks=4, microbatches=8), offload=100), ps.Costs(host_bandwidth=0.6)),
     }
     found = [
@@ -96,6 +107,7 @@ def prepare(folder: Path) -> None:
     (folder / "measured.json").write_text(json.dumps(measured()))
     (folder / "recorded.json").write_text(json.dumps(recorded()))
     (folder / "waits.json").write_text(json.dumps(waiting()))
+    (folder / "spread.json").write_text(json.dumps(ps.simulate(spread(), SPREAD).to_json()))
     for name, trace in profiled().items():
         packed = json.dumps(trace).encode()
         (folder / name).write_bytes(packed if name != "trace_3.json" else gzip.compress(packed))

@@ -211,6 +211,55 @@ test("a plan's candidates appear and can be opened", async () => {
   expect(await read(page, (handle) => handle.state.tab)).toBe("timeline");
 });
 
+const CLUSTER = `latency = 1.0
+node_latency = 0.1
+card = "node"
+
+[[devices]]
+name = "fast"
+node = "a"
+memory = 60
+
+[[devices]]
+name = "slow"
+speed = 0.5
+node = "b"
+memory = 30
+count = 2
+`;
+
+test("a plan is made for a cluster that was pasted, is opened with its devices, and its cluster is carried over", async () => {
+  const page = await showPlan();
+  await page.getByRole("radio", { name: "profile" }).click();
+  await page.getByLabel(/A profile as JSON/).fill(JSON.stringify({ layers: [{ f: 1, i: 1, w: 1, activation: 1, output: 1, count: 12 }] }));
+  await page.getByLabel("Microbatches").fill("4");
+  await page.getByLabel("Seconds to search").fill("1");
+  await page.getByLabel(/Devices and links/).fill(CLUSTER.replace("speed = 0.5", "speed = 0"));
+  await page.getByTestId("cluster-says").getByText("device 1: speed must be more than 0").waitFor();
+  await page.getByLabel(/Devices and links/).fill(CLUSTER);
+  await page.getByTestId("cluster-says").getByText("3 devices (1 fast, 2 slow) in 2 nodes").waitFor();
+  await settled(page, 'document.querySelector("input[name=ranks]").disabled && document.querySelector("input[name=ranks]").value === "3"');
+  await settled(page, 'document.querySelector("input[name=limit]").value === ""');
+  await page.getByRole("button", { name: "Plan", exact: true }).click();
+  await page.getByTestId("best").getByText("The planner chose").waitFor();
+  const [download] = await Promise.all([page.waitForEvent("download"), page.getByRole("button", { name: "Save plan.json" }).click()]);
+  const saved = readFileSync(await download.path(), "utf8");
+  expect((JSON.parse(saved) as { cluster: { devices: unknown[] } }).cluster.devices.length).toBe(3);
+  await page.getByRole("button", { name: "Open it", exact: true }).click();
+  await drawn(page);
+  expect((await texts(page.getByTestId("devices").locator("tbody tr"))).join().match(/slow/g)?.length).toBe(2);
+  const links = await texts(page.getByTestId("links").locator("tbody th")); // whichever rank the planner puts into the other node
+  expect(links.some((text) => /^\d → \d slow$/.test(text)) && links.some((text) => /^\d → \d$/.test(text))).toBe(true);
+  await addressed(page, "plan.cluster=");
+  await page.reload(); // the address has the cluster
+  await page.getByRole("tab", { name: "Plan" }).click();
+  await page.getByTestId("cluster-says").getByText("3 devices").waitFor();
+  await page.getByRole("button", { name: "Remove it" }).click();
+  await settled(page, '!document.querySelector("input[name=ranks]").disabled && document.querySelector("input[name=limit]").value !== ""');
+  await page.locator('input[aria-label="Cluster file"]').setInputFiles({ name: "c.json", mimeType: "application/json", buffer: Buffer.from('{"devices": [{}, {}]}') });
+  await page.getByTestId("cluster-says").getByText("2 devices (2 of speed 1)").waitFor();
+});
+
 test("mistakes in what is to be planned are named", async () => {
   const page = await showPlan();
   await page.getByLabel("Ranks").fill("none");

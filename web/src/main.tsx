@@ -5,7 +5,7 @@ import { handle } from "./parts/handle.ts";
 import { Stage } from "./parts/stage.ts";
 import { Loader } from "./state/loader.ts";
 import { PlanState } from "./state/plan.ts";
-import { readPlan, setPlan } from "./state/planLink.ts";
+import { lacksCluster, readPlan, setPlan } from "./state/planLink.ts";
 import { proveChanges } from "./state/prover.ts";
 import { Studio, StudioProvider } from "./state/studio.ts";
 import { Themes } from "./state/theme.ts";
@@ -29,10 +29,25 @@ render(
   </StudioProvider>,
   document.getElementById("app")!,
 );
-plan.wanted.value = readPlan(new URLSearchParams(location.hash.slice(1)));
-void loader.start(documents, location.hash).then(keepAddress);
+takeForm();
+void loader.start(documents, location.hash).then(carryCluster).then(keepAddress);
 handle(studio, stage);
 proveChanges(studio);
+
+/** The plan's form as the address has it. */
+function takeForm(): void {
+  const said = new URLSearchParams(location.hash.slice(1));
+  plan.wanted.value = readPlan(said);
+  void plan.readCluster();
+  if (lacksCluster(said)) studio.say("The link was made with a cluster that is too long for it: open the cluster's file again before you plan.", "error");
+}
+
+/** The cluster that the studio was started with is the one to plan for, unless the address has another. */
+function carryCluster(): void {
+  const given = studio.given.value.find((view) => view.cluster !== null)?.cluster;
+  const said = new URLSearchParams(location.hash.slice(1));
+  if (given && !studio.offline && !said.has("plan.cluster") && !lacksCluster(said)) void plan.takeCluster(given);
+}
 
 /** What is shown and what is to be planned, as the part of the address after the #. */
 function address(): string {
@@ -55,7 +70,7 @@ function keepAddress(): void {
   });
   window.addEventListener("hashchange", () => {
     if (location.hash.slice(1) === address()) return;
-    plan.wanted.value = readPlan(new URLSearchParams(location.hash.slice(1)));
+    takeForm();
     void loader.start(documents, location.hash);
   });
 }

@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import { fullCosts, numbersOf, timeView, type Costs, type View } from "../src/core/index.ts";
-import { adjusted, isUniform, isUnchanged, meanOf, shared, stageFactors, UNCHANGED } from "../src/state/adjust.ts";
+import { adjusted, excess, isUniform, isUnchanged, meanOf, shared, stageFactors, UNCHANGED } from "../src/state/adjust.ts";
 import { sameModel } from "../src/state/loader.ts";
 import { gpipe } from "./pipeline.ts";
 
@@ -69,4 +69,12 @@ test("two schedules of one model: work is divided among the stages of a rank, me
 
 test("the middle of a cost", () => {
   expect([meanOf(3), meanOf([1, 3]), meanOf([1, [2, 4]])]).toEqual([3, 2, 2]);
+});
+
+test("a cost of a spread vocabulary is set where it is one number, and multiplied where it is one per stage", () => {
+  const view = gpipe({ ranks: 2, microbatches: 2, costs: { s: [1, 3], t: 0, logits: 2 } });
+  expect(adjusted(view, { ...UNCHANGED, s: 2, t: 0.5, skew: { 0: 4 } })).toMatchObject({ s: [2, 6], t: 0.5, broadcast: 0, logits: 2 });
+  expect(isUnchanged({ ...UNCHANGED, combine: 0 })).toBe(false);
+  expect(excess({ ...UNCHANGED, logits: 1e30 })).toContain("logits is 1e+30");
+  expect(isUniform(view.costs)).toBe(false);
 });

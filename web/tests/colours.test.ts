@@ -29,7 +29,7 @@ test("labels can be read on every fill", () => {
 });
 
 test.each(Object.keys(SEEN))("kinds stay apart with %s", (name) => {
-  const fills = [TONES.F.fill, TONES.B.fill, TONES.I.fill, TONES.W.fill];
+  const fills = [TONES.F.fill, TONES.B.fill, TONES.I.fill, TONES.W.fill, TONES.S.fill, TONES.T.fill];
   for (const one of fills) for (const other of fills) if (one !== other) expect(apart(one, other, SEEN[name])).toBeGreaterThan(0.1);
 });
 

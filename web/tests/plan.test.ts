@@ -1,12 +1,12 @@
 import { afterEach, expect, test, vi } from "vitest";
-import { requestOf } from "../src/parts/PlanForm.tsx";
+import { requestOf, startPlan } from "../src/parts/PlanForm.tsx";
 import { plotted, sizeTicks } from "../src/parts/Tradeoff.tsx";
 import { sortCandidates } from "../src/parts/PlanPart.tsx";
-import { paretoFront, PlanState, reasonIn, remediesIn, SHAPE, transformerOf, withLatest } from "../src/state/plan.ts";
+import { paretoFront, PlanState, reasonIn, remediesIn, SHAPE, transformerOf, USUAL, withLatest } from "../src/state/plan.ts";
 import { candidatesCsv } from "../src/state/planExports.ts";
 import type { Candidate } from "../src/state/api.ts";
 
-const WANTED = { model: "transformer" as const, shape: SHAPE, profile: "", ranks: "8", microbatches: "32", limit: "80GiB", seconds: "10", recompute: false };
+const WANTED = USUAL;
 
 function candidate(index: number, makespan: number | null, memory: number | null, fits: boolean): Candidate {
   return { index, place: index, name: `c${index}`, makespan, memory, fits };
@@ -158,6 +158,57 @@ test("the line of the limit is where candidates are judged, below what was asked
   answer({ job: "seven", limits: [76, 76] });
   await started;
   expect([plan.asked.value, plan.limit.value]).toEqual([80, 76]);
+});
+
+const CLUSTER = "[[devices]]\ncount = 2\nmemory = 3";
+const INFO = { ranks: 2, summary: "2 devices (2 of speed 1)", has_memory: true };
+
+test("a cluster gives the ranks, the links and the memory, unless a limit was typed", async () => {
+  const { answer } = server();
+  const plan = new PlanState();
+  const taken = plan.takeCluster(CLUSTER, "c.toml");
+  expect(plan.cluster.value).toEqual({ text: CLUSTER, info: null, problem: null });
+  answer(INFO);
+  await taken;
+  expect(plan.cluster.value?.info).toEqual(INFO);
+  const { request, limit } = requestOf({ ...plan.wanted.value, ranks: "none" });
+  expect([request.cluster, limit]).toEqual([CLUSTER, null]);
+  for (const name of ["ranks", "memory_limit"]) expect(request).not.toHaveProperty(name);
+  for (const name of ["latency", "bandwidth"]) expect(request.transformer).not.toHaveProperty(name);
+  await plan.takeCluster("");
+  expect([plan.cluster.value, plan.wanted.value]).toEqual([null, USUAL]);
+  plan.wanted.value = { ...USUAL, limit: "7" };
+  const again = plan.takeCluster(CLUSTER);
+  answer(INFO);
+  await again;
+  expect(requestOf(plan.wanted.value).request.memory_limit).toBe(7);
+});
+
+test("a cluster that cannot be read is not planned for, and only the answer to the last text counts", async () => {
+  const { asked, answer } = server();
+  const plan = new PlanState();
+  plan.wanted.value = { ...USUAL, cluster: "x" };
+  const started = startPlan(plan);
+  answer({ error: "the cluster: not a TOML file" }, false);
+  expect(await started).toContain("cannot be read");
+  expect(plan.cluster.value?.problem).toBe("the cluster: not a TOML file");
+  expect([asked, plan.status.value]).toEqual([["POST /api/cluster"], "idle"]);
+  const old = plan.takeCluster("old");
+  const answerOld = answer;
+  plan.wanted.value = { ...plan.wanted.value, cluster: "new" };
+  answerOld(INFO);
+  await old;
+  expect(plan.cluster.value?.info).toBeNull();
+  expect(plan.wanted.value.limit).toBe(USUAL.limit);
+});
+
+test("limits that differ from device to device have no line in the plot", async () => {
+  const { answer } = server();
+  const plan = new PlanState();
+  const started = plan.start({}, null, UNITS);
+  answer({ job: "seven", limits: [76, 38] });
+  await started;
+  expect(plan.limit.value).toBeNull();
 });
 
 test("the front has what no other beats in both", () => {

@@ -1,7 +1,7 @@
 import { describe, expect, test } from "vitest";
 import { pack, unpack } from "../src/state/packed.ts";
 import { SHAPE, USUAL, type Wanted } from "../src/state/plan.ts";
-import { readPlan, setPlan } from "../src/state/planLink.ts";
+import { lacksCluster, readPlan, setPlan } from "../src/state/planLink.ts";
 import { decodeLink, encodeLink, PLAIN, type LinkState, type Option } from "../src/state/url.ts";
 import { random } from "./pipeline.ts";
 
@@ -21,7 +21,7 @@ function anyState(seed: number): LinkState {
     given: maybe<[number, number]>([2, pick(-1, 0, 5)]),
     costs: {},
     limit: maybe(round(next() * 100)),
-    adjust: { f: round(next() * 4), i: 1, w: round(next() * 4), b: 1, latency: maybe(round(next())), skew: next() < 0.5 ? {} : { 3: 1.5, 0: 0.25 } },
+    adjust: { f: round(next() * 4), i: 1, w: round(next() * 4), b: 1, latency: maybe(round(next())), s: maybe(round(next())), t: maybe(2), broadcast: maybe(0), combine: maybe(round(next())), logits: maybe(round(next())), skew: next() < 0.5 ? {} : { 3: 1.5, 0: 0.25 } },
     colourBy: pick("kind", "microbatch"),
     messages: next() < 0.5,
     memory: next() < 0.5,
@@ -72,11 +72,18 @@ describe("the plan's form", () => {
     return readPlan(new URLSearchParams(said.toString()));
   };
 
+  test("a cluster that is too long for a link is missed by whoever opens it", () => {
+    const said = new URLSearchParams();
+    setPlan(said, { ...USUAL, cluster: "#".repeat(5000) });
+    expect(said.toString().length).toBeLessThan(100);
+    expect([readPlan(said), lacksCluster(said), lacksCluster(new URLSearchParams())]).toEqual([USUAL, true, false]);
+  });
+
   test("it comes back, and takes no room where it is as usual", () => {
     const said = new URLSearchParams();
     setPlan(said, USUAL);
     expect(said.toString()).toBe("");
-    const wanted: Wanted = { ...USUAL, model: "profile", profile: '{"layers": [&#+]}', ranks: "3", limit: "", shape: { ...SHAPE, gated: false, hidden: "x y" } };
+    const wanted: Wanted = { ...USUAL, cluster: "[[devices]]\nname = 'a&b#'", model: "profile", profile: '{"layers": [&#+]}', ranks: "3", limit: "", shape: { ...SHAPE, gated: false, hidden: "x y" } };
     expect(there(wanted)).toEqual(wanted);
   });
 

@@ -431,6 +431,7 @@ class _View:
         if self.cluster is not None:
             limit = self.cluster.memory_limit if self.limit is None else self.limit
             options |= {"memory_limit": limit, "units": (self.cluster.time_unit, self.cluster.size_unit), "devices": self.cluster.devices}
+            options["cluster"] = self.cluster
         return document(table, timeline.costs, source=about, **options)
 
     def file_document(self, source: ScheduleSource) -> Any:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.ir.cluster import Device
+from penstock.ir.cluster import Cluster, Device
 from penstock.ir.costs import Costs
 from penstock.ir.dependencies import Needs
 from penstock.ir.formats.json_form import FORMAT
-from penstock.ir.kind import SPREAD, Kind
+from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Rows
 from penstock.ir.table import Table
@@ -52,16 +52,12 @@ def document(
     depends_on_costs: bool = False,
     units: tuple[str, str] = ("", ""),
     devices: Sequence[Device] | None = None,
+    cluster: Cluster | None = None,
 ) -> Document:
     """Describe a table for the page; one that cannot run is drawn as a grid with the findings at their places.
 
-    `devices` are those of the ranks, if they are known.
+    `devices` are those of the ranks, if they are known; `cluster` is the one that they are from, which the page can plan for.
     """
-    if table.rows.is_kind(*SPREAD).any():
-        raise ScheduleError(
-            "the page cannot time a vocabulary that is spread over the ranks: draw it as lines or as a figure, or open the schedule "
-            "without the pass 'vocabulary'"
-        )
     costs = Costs() if costs is None else costs
     costs.check(table.stages, table.units, table.ranks)
     check_costs(costs.to_json())
@@ -86,14 +82,15 @@ def document(
         "costs": costs.to_json(),
         "units": dict(zip(("time", "size"), units, strict=True)),
         "devices": None if devices is None else [_describe_device(device) for device in devices],
+        "cluster": None if cluster is None else cluster.to_toml(),
         "memory_limit": list(memory_limit) if isinstance(memory_limit, Sequence) else memory_limit,
         "measured": None,
         **describe_findings(all_findings),
     }
 
 
-def _describe_device(device: Device) -> dict[str, str]:
-    return {"name": device.name, "speed": device.speeds.describe(), "node": device.node}
+def _describe_device(device: Device) -> dict[str, Any]:
+    return {"name": device.name, "speed": device.speeds.describe(), "rate": device.speeds.rate, "node": device.node}
 
 
 def describe_findings(findings: Sequence[Finding]) -> dict[str, Any]:
@@ -149,7 +146,7 @@ def _pack_structure(table: Table, costs: Costs, suspect: bool) -> dict[str, Any]
     pairs = np.unique(np.stack((after, before)), axis=1)
     ends = {name: pack_ints(getattr(messages, name)) for name in ("before", "after", "maker", "source", "target", "channel")}
     ends |= {name: pack_ints(getattr(table.deliveries, name)) for name in ("begun", "last")}
-    columns = {name: pack_ints(getattr(graph, name)) for name in _GRAPH}
+    columns = {name: pack_ints(getattr(graph, name)) for name in (*_GRAPH, *(("meet",) if graph.any_meets else ()))}
     return {
         "timed": True,
         "graph": {"bounds": pack_ints(graph.bounds), **columns, "collective": pack_small(graph.collective >= 0)},

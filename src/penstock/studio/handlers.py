@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.errors import FileFormatError, UsageError
+from penstock.ir.cluster import Device
 from penstock.ir.costs import Costs
 from penstock.ir.formats import json_form
 from penstock.ir.formats.csv_form import parse_csv
@@ -17,6 +18,7 @@ from penstock.passes.lower import lower
 from penstock.passes.offload import Offload
 from penstock.planner.request import check_limits
 from penstock.schedules.registry import Algorithm, algorithms, parse_name
+from penstock.studio.cluster_text import check_cluster
 from penstock.studio.document import Document, describe_findings, document, timeline_document
 from penstock.studio.limits import LONGEST_NAME, check_file, check_request, check_shape, check_table
 from penstock.studio.plan_request import check_plan
@@ -187,7 +189,7 @@ def _plan_document(data: Any, name: str) -> Document:
     units = (plan.profile.time_unit, "B" if plan.in_bytes else "")
     devices = None if plan.cluster is None else plan.cluster.assign(plan.devices).devices
     limit = _simplify_limit(plan.memory_limit)
-    return document(plan.program, plan.costs, source=source, memory_limit=limit, units=units, devices=devices)
+    return document(plan.program, plan.costs, source=source, memory_limit=limit, units=units, devices=devices, cluster=plan.cluster)
 
 
 def table_document(table: Table, name: str) -> Document:
@@ -230,7 +232,8 @@ def candidate(body: Any) -> Document:
     """Make the document of a candidate that the planner tried, from what `plan_jobs.pack_candidate` keeps."""
     table = json_form.decode(body["table"], body["name"])
     source = {"kind": "plan", "name": body["name"], "index": body["index"]}
-    view = document(table, Costs.from_json(body["costs"]), source=source, memory_limit=_simplify_limit(body["limits"]), units=body["units"])
+    limit, devices = _simplify_limit(body["limits"]), [Device.from_json(device) for device in body["devices"]]
+    view = document(table, Costs.from_json(body["costs"]), source=source, memory_limit=limit, units=body["units"], devices=devices or None)
     return {**view, "title": f"{body['name']}, candidate {body['index']}"}
 
 
@@ -240,4 +243,5 @@ HANDLERS: dict[str, Callable[[Any], Any]] = {
     "verify": verify_table,
     "candidate": candidate,
     "check-plan": check_plan,
+    "cluster": check_cluster,
 }

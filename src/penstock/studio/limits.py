@@ -17,6 +17,10 @@ MOST_CELLS = 4 * MOST_ACTIONS
 MOST_BYTES = 64 << 20
 """The largest request body."""
 MOST_LAYERS = 10_000
+MOST_DEVICES = 512
+"""Devices of a cluster: its links are tables with a value for each pair of them."""
+MOST_CLUSTER = 8 << 20
+"""Characters of a cluster's file: such tables for that many devices."""
 MOST_PLANNED = 200_000
 """Actions per schedule in a plan request: dozens of schedules are timed."""
 MOST_SECONDS = 600.0

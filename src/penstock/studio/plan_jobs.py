@@ -189,7 +189,7 @@ class _Planner:
         self.count = 0
         self.in_bytes = False
         self.limits: tuple[float, ...] | None = None
-        """The memory limit of each rank in the request, without the share that stays free."""
+        """The memory limit of each rank in the request, without the share that stays free; of each device, if there is a cluster."""
         self.latest: dict[int, int] = {}
         """By their place among the plan's alternatives, the index of the latest version of each candidate."""
 
@@ -199,7 +199,8 @@ class _Planner:
         from penstock.studio.plan_request import read_plan_request
 
         profile, options = read_plan_request(body)
-        self.in_bytes = is_in_bytes(profile, options.get("memory_limit"))
+        cluster = options.get("cluster")
+        self.in_bytes = is_in_bytes(profile, options.get("memory_limit")) or (cluster is not None and cluster.size_unit == "B")
         self.limits = used_limits(profile, options)
         best = plan(profile, **options, progress=self.progress, found=self.send_candidate)
         self.connection.send(("done", self._describe_result(best), json.dumps(best.to_json()).encode()))
@@ -257,12 +258,14 @@ def describe_candidate(candidate: Candidate, index: int, limits: Sequence[float]
 
 
 def _is_within(candidate: Candidate, limits: Sequence[float] | None) -> bool:
-    """Whether no rank holds more than the request allows."""
+    """Whether no rank holds more than the request allows; on a cluster, than it allows for the rank's device."""
     from penstock.planner.problem import SLACK
 
     if limits is None or candidate.timed is None:
         return True
-    peaks = candidate.timeline.peak_memory
+    peaks, devices = candidate.timeline.peak_memory, candidate.devices
+    if devices and len(devices) <= len(limits):
+        limits = [limits[device] for device in devices]
     return len(peaks) == len(limits) and all(peak <= limit * (1 + SLACK) for peak, limit in zip(peaks, limits, strict=True))
 
 
@@ -277,6 +280,7 @@ def pack_candidate(candidate: Candidate, index: int, in_bytes: bool) -> bytes | 
         "table": json_form.encode(timeline.table),
         "costs": problem.costs.to_json(),
         "limits": problem.memory_limit,
+        "devices": [] if problem.cluster is None else [device.to_json() for device in problem.cluster.devices],
         "units": ("" if problem.profile is None else problem.profile.time_unit, "B" if in_bytes else ""),
     }
     return zlib.compress(json.dumps(data).encode(), level=1)

@@ -76,6 +76,9 @@ class Studio:
     async def verify(self, request: Request) -> Response:
         return await self._respond(request, "verify", await body_of(request))
 
+    async def cluster(self, request: Request) -> Response:
+        return await self._respond(request, "cluster", await body_of(request))
+
     async def start_plan(self, request: Request) -> Response:
         from starlette.responses import JSONResponse
 
@@ -196,6 +199,7 @@ def application(documents: Sequence[Any] = (), *, host: str = "127.0.0.1", worke
         Route("/api/view", studio.view, methods=["POST"]),
         Route("/api/open", studio.open, methods=["POST"]),
         Route("/api/verify", studio.verify, methods=["POST"]),
+        Route("/api/cluster", studio.cluster, methods=["POST"]),
         Route("/api/plan", studio.start_plan, methods=["POST"]),
         Route("/api/plan/{job}", studio.plan),
         Route("/api/plan/{job}", studio.cancel_plan, methods=["DELETE"]),

@@ -60,7 +60,7 @@ def test_devices_of_a_cluster(export, run, tmp_path):
     cluster = ps.Cluster([ps.Device("slow", speed=0.5, memory=9), ps.Device("fast", memory=20, node="b")], latency=0.25)
     cluster.save(tmp_path / "cluster.toml")
     (made,) = export("1f1b", "-m", 4, "--cluster", tmp_path / "cluster.toml")
-    names = [{"name": "slow", "speed": "0.5", "node": ""}, {"name": "fast", "speed": "1", "node": "b"}]
+    names = [{"name": "slow", "speed": "0.5", "rate": 0.5, "node": ""}, {"name": "fast", "speed": "1", "rate": 1.0, "node": "b"}]
     assert (made["devices"], made["memory_limit"]) == (names, [9, 20])
     assert made["costs"] == ps.Costs(f=[2, 1], i=[2, 1], w=[2, 1], latency=0.25).to_json()
     model = ps.Profile([ps.Layer(f=1, i=1, w=1, activation=1)] * 6)

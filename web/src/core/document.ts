@@ -43,6 +43,7 @@ export function readDocument(data: unknown): View {
     units: { time: "", size: "", ...(json.units as object | undefined) },
     memoryLimit: (json.memory_limit ?? null) as View["memoryLimit"],
     devices: readDevices(json.devices),
+    cluster: typeof json.cluster === "string" ? json.cluster : null,
     measured: null,
     findings: (json.findings ?? []) as Finding[],
     numFindings: Number(json.num_findings ?? 0),
@@ -59,7 +60,7 @@ function readDevices(json: unknown): Device[] | null {
   if (!Array.isArray(json)) return null;
   return json.map((item, rank) => {
     const device = object(item, `devices[${rank}]`);
-    return { name: String(device.name), speed: String(device.speed), node: String(device.node) };
+    return { name: String(device.name), speed: String(device.speed), rate: typeof device.rate === "number" && device.rate > 0 ? device.rate : null, node: String(device.node) };
   });
 }
 
@@ -78,8 +79,22 @@ function readGraph(json: Json, nodes: number, timed: boolean): Graph {
   const rank = new Int32Array(nodes);
   for (let r = 0; r + 1 < bounds.length; r++) rank.fill(r, bounds[r], bounds[r + 1]);
   const collective = timed ? bytes(json.collective, "graph.collective") : new Int8Array(nodes);
+  const meet = json.meet === undefined || !timed ? new Int32Array(nodes).fill(-1) : sized(ints(json.meet, "graph.meet"), nodes, "graph.meet");
   const retire = json.retire === undefined ? new Int32Array(nodes).fill(-1) : ints(json.retire, "graph.retire"); // programs without waits
-  return { ...(columns as unknown as Graph), rank, collective, retire };
+  return { ...(columns as unknown as Graph), rank, collective, retire, ...meetings(meet) };
+}
+
+/** The nodes that join each collective of all ranks. */
+export function meetings(meet: Int32Array): Pick<Graph, "meet" | "meet_at" | "join"> {
+  const count = 1 + meet.reduce((most, number) => Math.max(most, number), -1);
+  if (count > meet.length) throw new DocumentError(`graph.meet names collective ${count - 1} of ${meet.length} actions`);
+  const meet_at = new Int32Array(count + 1);
+  for (const number of meet) if (number >= 0) meet_at[number + 1]++;
+  for (let number = 0; number < count; number++) meet_at[number + 1] += meet_at[number];
+  const next = meet_at.slice();
+  const join = new Int32Array(meet_at[count]);
+  meet.forEach((number, node) => void (number >= 0 && (join[next[number]++] = node)));
+  return { meet, meet_at, join };
 }
 
 function readMessages(json: Json): Messages {

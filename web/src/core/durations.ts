@@ -1,5 +1,5 @@
 import { backward, perAction, perLink, perStage } from "./costs.ts";
-import { B, F, I, isCopy, REDUCE_GRAD, UNSHARD, W } from "./kinds.ts";
+import { B, BROADCAST, COMBINE, F, I, isCompute, isCopy, isJoin, isSpread, REDUCE_GRAD, S, T, UNSHARD, W } from "./kinds.ts";
 import { pairwiseSum } from "./sums.ts";
 import type { Costs, View } from "./types.ts";
 
@@ -37,9 +37,13 @@ function nodeDurations(view: View, costs: Costs): Float64Array {
   tables[B] = backward(costs, stages, units);
   tables[I] = perAction(costs.i, stages, units, "i");
   tables[W] = perAction(costs.w, stages, units, "w");
+  if (isSpreadView(view)) {
+    tables[S] = perAction(costs.s, stages, units, "s");
+    tables[T] = perAction(costs.t, stages, units, "t");
+  }
   for (let e = 0; e < taken.length; e++) {
     const kind = entries.kind[e];
-    if (kind <= W) taken[e] = tables[kind][entries.stage[e] * units + entries.unit[e]];
+    if (isCompute(kind)) taken[e] = tables[kind][entries.stage[e] * units + entries.unit[e]];
   }
   if (nodes === taken.length) return taken;
   const made = new Float64Array(nodes);
@@ -50,11 +54,21 @@ function nodeDurations(view: View, costs: Costs): Float64Array {
   return made;
 }
 
+/** Whether a view has a vocabulary that is spread over the ranks. */
+export function isSpreadView(view: View): boolean {
+  return view.entries.kind.some(isSpread);
+}
+
 /** What runs beside the computation: collectives, and copies of activations to host memory and back. */
 function collectiveDurations(view: View, costs: Costs): Float64Array {
   const { entries, stages, nodes, unitCount: units } = view;
   const [unshard, reduce] = [perStage(costs.unshard, stages, "unshard"), perStage(costs.reduce, stages, "reduce")];
   const made = new Float64Array(nodes);
+  const tables: Float64Array[] = [];
+  if (isSpreadView(view)) {
+    tables[BROADCAST] = perAction(costs.broadcast, stages, units, "broadcast");
+    tables[COMBINE] = perAction(costs.combine, stages, units, "combine");
+  }
   let sizes: Float64Array | null = null;
   for (let n = 0; n < nodes; n++) {
     const entry = entries.at[n];
@@ -62,7 +76,8 @@ function collectiveDurations(view: View, costs: Costs): Float64Array {
     if (isCopy(kind)) {
       sizes ??= perAction(costs.activation, stages, units, "activation");
       made[n] = costs.host_latency + sizes[stage * units + entries.unit[entry]] / (costs.host_bandwidth ?? Infinity);
-    } else if (kind === UNSHARD) made[n] = unshard[stage];
+    } else if (isJoin(kind)) made[n] = tables[kind][stage * units + entries.unit[entry]];
+    else if (kind === UNSHARD) made[n] = unshard[stage];
     else if (kind === REDUCE_GRAD) made[n] = reduce[stage];
   }
   return made;

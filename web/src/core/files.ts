@@ -31,7 +31,8 @@ function rowsOf(view: View, slices = view.slices): string[][] {
 
 /** The first step in which each node could run if every action took one. */
 export function stepsOf(view: View): Int32Array {
-  const { bounds, need_at, need, sender, send_at, user, rank: rankOf } = view.graph;
+  const { bounds, need_at, need, sender, send_at, user, rank: rankOf, gather_at, gather, meet, meet_at, join } = view.graph;
+  const joinsOf = (node: number): Int32Array => join.subarray(meet_at[meet[node]], meet_at[meet[node] + 1]);
   const step = new Int32Array(view.nodes).fill(-1);
   const at = bounds.slice(0, view.ranks);
   const now = new Int32Array(view.ranks);
@@ -46,6 +47,13 @@ export function stepsOf(view: View): Int32Array {
         if (made < 0) break ahead;
         begin = Math.max(begin, made + 1);
       }
+      for (let k = gather_at[node]; k < gather_at[node + 1]; k++) {
+        if (meet[gather[k]] < 0) continue;
+        for (const joined of joinsOf(gather[k])) {
+          if (step[joined] < 0) break ahead;
+          begin = Math.max(begin, step[joined] + 1);
+        }
+      }
       step[node] = begin;
       now[rank] = begin + 1;
       at[rank]++;
@@ -53,6 +61,7 @@ export function stepsOf(view: View): Int32Array {
         const other = rankOf[user[message]];
         if (at[other] === user[message]) stack.push(other);
       }
+      if (meet[node] >= 0) for (const joined of joinsOf(node)) if (rankOf[joined] !== rank) stack.push(rankOf[joined]);
     }
   }
   return step;

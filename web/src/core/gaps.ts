@@ -56,7 +56,7 @@ function waitsOf(view: View, timing: Timing, node: number, clock: number, start:
   if (message === undefined && view.slots?.[node]) return [{ start: clock, end: start, cause: "slot", action: actionText(view, node), rank: graph.rank[node] }];
   if (message === undefined) {
     const last = lastGather(view, timing, node);
-    return [{ start: clock, end: start, cause: "communication", action: actionText(view, last), rank: graph.rank[last] }];
+    return cut(clock, start, [...lateJoin(view, timing, last), { until: start, cause: "communication", action: actionText(view, last), rank: graph.rank[last] }]);
   }
   const sender = graph.sender[message];
   let computed = sender; // from its end on the sender waits for slots and its sends
@@ -77,8 +77,27 @@ function waitsOf(view: View, timing: Timing, node: number, clock: number, start:
   );
 }
 
+interface Piece {
+  until: number;
+  cause: Gap["cause"];
+  action: string;
+  rank: number;
+}
+
+/** Until the last rank has joined the collective of all ranks that a node joins, if it does: the computation that kept it. */
+function lateJoin(view: View, timing: Timing, node: number): Piece[] {
+  const { meet, meet_at, join, rank, bounds } = view.graph;
+  if (meet[node] < 0) return [];
+  const joins = join.subarray(meet_at[meet[node]], meet_at[meet[node] + 1]);
+  const latest = joins.reduce((found, each) => (timing.end[each] > timing.end[found] ? each : found), joins[0]);
+  if (rank[latest] === rank[node]) return [];
+  let kept = latest;
+  while (kept >= bounds[rank[latest]] && !computes(view, kept)) kept--;
+  return kept < bounds[rank[latest]] ? [] : [{ until: timing.end[latest], cause: "waiting", action: actionText(view, kept), rank: rank[latest] }];
+}
+
 /** One idle time in pieces: each lasts until what it waited for, and none beyond the end. */
-export function cut(clock: number, end: number, pieces: { until: number; cause: Gap["cause"]; action: string; rank: number }[]): Gap[] {
+export function cut(clock: number, end: number, pieces: Piece[]): Gap[] {
   const found: Gap[] = [];
   for (const { until, cause, action, rank } of pieces) {
     const stop = Math.min(until, end);
@@ -104,7 +123,7 @@ const SAID: Record<Gap["cause"], (gap: Gap) => string> = {
   fill: () => "the pipeline fills",
   drain: () => "the pipeline drains",
   waiting: (gap) => `waits for ${gap.action} on rank ${gap.rank}`,
-  communication: (gap) => `waits for the ${isCopyText(gap.action) ? "copy" : "message"} of ${gap.action} from rank ${gap.rank}`,
+  communication: (gap) => isJoinText(gap.action) ? `waits for ${gap.action} of all ranks` : `waits for the ${isCopyText(gap.action) ? "copy" : "message"} of ${gap.action} from rank ${gap.rank}`,
   memory: (gap) => `waits ${gap.action?.includes("WAIT_") ? "in" : "for a slot to send"} ${gap.action}`,
   slot: (gap) => `an idle slot before ${gap.action}`,
   overhead: (gap) => `has all that ${gap.action} needs`,
@@ -113,6 +132,11 @@ const SAID: Record<Gap["cause"], (gap: Gap) => string> = {
 /** Whether an action, as it is written, moves an activation to host memory or back. */
 function isCopyText(action: string | null): boolean {
   return /^\d+(OFFLOAD|RELOAD)/.test(action ?? "");
+}
+
+/** Whether an action, as it is written, joins a collective of all ranks. */
+export function isJoinText(action: string | null): boolean {
+  return /^\d+(BROADCAST|COMBINE)/.test(action ?? "");
 }
 
 /** Why a rank stands idle, in words. */

@@ -7,13 +7,15 @@ import type { Graph, Timing } from "./types.ts";
  * Gives the node that each rank came to, its end if nothing hangs.
  */
 export function runIndependent(graph: Graph, takes: Durations, times: Timing, link: Int32Array, links: number, lanes: Lanes): Int32Array {
-  const { bounds, rank: rankOf, need_at, need, send_at, gather_at, gather, received, sender, user, receive, slot, retire } = graph;
+  const { bounds, rank: rankOf, need_at, need, send_at, gather_at, gather, received, sender, user, receive, slot, retire, meet, meet_at, join } = graph;
   const { start, end, depart, arrive, collectiveStart, collectiveEnd } = times;
   const ranks = bounds.length - 1;
   const at = bounds.slice(0, ranks);
   const now = new Float64Array(ranks);
   const lane = new Float64Array(lanes.count);
   const free = new Float64Array(links);
+  /** Of each collective of all ranks: how many have joined it, and when the last of them did. */
+  const [arrived, latest] = [new Int32Array(meet_at.length - 1), new Float64Array(meet_at.length - 1)];
   const queued = new Uint8Array(ranks).fill(1);
   const stack = Array.from({ length: ranks }, (_, k) => ranks - 1 - k);
   while (stack.length) {
@@ -47,6 +49,7 @@ export function runIndependent(graph: Graph, takes: Durations, times: Timing, li
       }
       for (let k = gather_at[node]; k < gather_at[node + 1]; k++) {
         if (collectiveEnd[gather[k]] > begin) begin = collectiveEnd[gather[k]];
+        else if (meet[gather[k]] >= 0 && collectiveEnd[gather[k]] < 0) break ahead;
       }
       clock = begin + takes.node[node];
       start[node] = begin;
@@ -71,7 +74,24 @@ export function runIndependent(graph: Graph, takes: Durations, times: Timing, li
         }
       }
       const beside = lanes.of[node];
-      if (beside >= 0) {
+      if (meet[node] >= 0) {
+        const number = meet[node];
+        arrived[number]++;
+        if (clock > latest[number]) latest[number] = clock;
+        if (arrived[number] === ranks) {
+          const from = latest[number] > lane[beside] ? latest[number] : lane[beside];
+          lane[beside] = from + takes.collective[node];
+          for (let k = meet_at[number]; k < meet_at[number + 1]; k++) {
+            collectiveStart[join[k]] = from;
+            collectiveEnd[join[k]] = lane[beside];
+            const other = rankOf[join[k]];
+            if (other !== rank && !queued[other] && at[other] < bounds[other + 1]) {
+              queued[other] = 1;
+              stack.push(other);
+            }
+          }
+        }
+      } else if (beside >= 0) {
         collectiveStart[node] = clock > lane[beside] ? clock : lane[beside];
         lane[beside] = collectiveStart[node] + takes.collective[node];
         collectiveEnd[node] = lane[beside];

@@ -1,11 +1,11 @@
 export { checkedView, walkOrder } from "./check.ts";
 export { CostsError, defaultCosts, fullCosts, perAction, perLink, perStage, plainCosts } from "./costs.ts";
 export { DocumentError, readDocument } from "./document.ts";
-export { messageSizes } from "./durations.ts";
+export { isSpreadView, messageSizes } from "./durations.ts";
 export { begunOf, busyOf, computes, finishedOf, makespanOf, numbersOf, optimizerOf } from "./figures.ts";
 export { applyEdit, applyEdits, decodeEdits, describeEdit, type Edit, EditError, encodeEdits } from "./edits.ts";
 export { stepsOf, toCsv, toTableJson, toTimelineJson } from "./files.ts";
-export { gapsOf, gapText } from "./gaps.ts";
+export { gapsOf, gapText, isJoinText } from "./gaps.ts";
 export * as kinds from "./kinds.ts";
 export { type Link, needsOf, unblocksOf } from "./links.ts";
 export { cellText, codesOf, IDLE, notEditable, type Order, orderOf } from "./order.ts";

@@ -15,8 +15,17 @@ export const WAIT_SEND_B = 13;
 export const WAIT_REDUCE_GRAD = 14;
 export const OFFLOAD = 15;
 export const RELOAD = 16;
+export const S = 17;
+export const T = 18;
+export const BROADCAST = 19;
+export const COMBINE = 20;
 
-export const isCompute = (kind: number): boolean => kind <= W;
+/** Occupies the rank's compute lane: the computation of a stage, or of a rank's share of a spread vocabulary. */
+export const isCompute = (kind: number): boolean => kind <= W || kind === S || kind === T;
+/** Joins a collective of all ranks. */
+export const isJoin = (kind: number): boolean => kind === BROADCAST || kind === COMBINE;
+/** Of a vocabulary that is spread over the ranks: stands on every rank once per microbatch. */
+export const isSpread = (kind: number): boolean => kind >= S && kind <= COMBINE;
 export const isSend = (kind: number): boolean => kind === SEND_F || kind === SEND_B;
 export const isReceive = (kind: number): boolean => kind === RECV_F || kind === RECV_B;
 export const isSendWait = (kind: number): boolean => kind === WAIT_SEND_F || kind === WAIT_SEND_B;
@@ -25,4 +34,4 @@ export const isWait = (kind: number): boolean => isSendWait(kind) || kind === WA
 /** Moves an activation to host memory, or back. */
 export const isCopy = (kind: number): boolean => kind === OFFLOAD || kind === RELOAD;
 /** Whether an action of this kind belongs to one microbatch; the others belong to a whole stage. */
-export const hasMicrobatch = (kind: number): boolean => kind <= RECV_B || isSendWait(kind) || isCopy(kind);
+export const hasMicrobatch = (kind: number): boolean => kind <= RECV_B || isSendWait(kind) || isCopy(kind) || isSpread(kind);

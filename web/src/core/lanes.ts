@@ -1,4 +1,4 @@
-import { isCopy, OFFLOAD, RELOAD } from "./kinds.ts";
+import { isCopy, isJoin, OFFLOAD, RELOAD } from "./kinds.ts";
 import type { Costs, View } from "./types.ts";
 
 /** Where collectives and copies run beside the computation: one after the other on each lane. */
@@ -10,7 +10,7 @@ export interface Lanes {
   shared: boolean;
 }
 
-/** One lane per rank for collectives, then one per link to the host out, and one back. */
+/** One lane per rank for collectives, then one per link to the host out, and one back, and one for the collectives that all ranks join. */
 export function lanesOf(view: View, costs: Costs): Lanes {
   const { entries, graph, ranks, nodes } = view;
   const among = costs.host_link_shared;
@@ -20,10 +20,10 @@ export function lanesOf(view: View, costs: Costs): Lanes {
   for (let node = 0; node < nodes; node++) {
     if (!graph.collective[node]) continue;
     const [kind, rank] = [entries.kind[entries.at[node]], graph.rank[node]];
-    of[node] = isCopy(kind) ? ranks + (kind === RELOAD ? links : 0) + Math.floor(rank / among) : rank;
+    of[node] = isJoin(kind) ? ranks + 2 * links : isCopy(kind) ? ranks + (kind === RELOAD ? links : 0) + Math.floor(rank / among) : rank;
     copies ||= isCopy(kind);
   }
-  return { of, count: ranks + 2 * links, shared: copies && among > 1 };
+  return { of, count: ranks + 2 * links + 1, shared: copies && among > 1 };
 }
 
 /** Whether a view moves activations to host memory. */

@@ -1,7 +1,7 @@
 import { perAction, perStage } from "./costs.ts";
-import { messageSizes } from "./durations.ts";
+import { isSpreadView, messageSizes } from "./durations.ts";
 import { indexOfMost, ofRanks } from "./figures.ts";
-import { B, F, I, OFFLOAD, RELOAD, RESHARD, UNSHARD, W } from "./kinds.ts";
+import { B, BROADCAST, COMBINE, F, I, OFFLOAD, RELOAD, RESHARD, S, T, UNSHARD, W } from "./kinds.ts";
 import { hasCopies } from "./lanes.ts";
 import { pairwiseSum } from "./sums.ts";
 import { CATEGORIES } from "./types.ts";
@@ -52,13 +52,15 @@ const [ACTIVATIONS, STASH, RECEIVED, PARAMETERS] = [0, 1, 2, 3];
  * from the start of their gathering to RESHARD. Ranks that never shard keep their parameters all the time. An activation that is
  * moved to the host is not held from the start of what waits for the copy out to the start of its RELOAD. What a slice keeps for later
  * ones is held from the start of its F to the end of I or B of the microbatch's first slice, and the sums of its gradients from the start of
- * I or B of the last slice to the end of that of the slice itself.
+ * I or B of the last slice to the end of that of the slice itself. The logits of a share of the vocabulary are held from the start of S to
+ * the end of T.
  */
 export function memoryOf(view: View, timing: Timing, costs: Costs): Memory {
   const changes = new Changes(view.ranks, 4 * view.entries.kind.length + 2 * view.messages.before.length);
   addActivations(view, timing, costs, changes);
   addStashes(view, timing, costs, changes);
   addKept(view, timing, costs, changes);
+  addShares(view, timing, costs, changes);
   addParameters(view, timing, costs, changes);
   addMoves(view, timing, costs, changes);
   addReceived(view, timing, costs, changes);
@@ -132,6 +134,31 @@ function addKept(view: View, timing: Timing, costs: Costs, changes: Changes): vo
   each(view, [F], (entry, node, rank) => changes.at(rank, ACTIVATIONS, node, timing.start[node], taken[cell(entry)], false));
   each(view, [B, I], (entry, node, rank) => changes.at(rank, ACTIVATIONS, node, timing.start[node], opened[cell(entry)], false));
   each(view, [B, I], (entry, node, rank) => changes.at(rank, ACTIVATIONS, node, timing.end[node], -freed[cell(entry)], true));
+}
+
+/** What a spread vocabulary holds on every rank: logits, what a BROADCAST brings, and a share's embeddings until they are combined. */
+function addShares(view: View, timing: Timing, costs: Costs, changes: Changes): void {
+  if (!isSpreadView(view)) return;
+  const { stages, unitCount: units, entries } = view;
+  const trains = entries.kind.some((kind) => kind === B || kind === I || kind === W);
+  const logits = perAction(costs.logits, stages, units, "logits");
+  const [brought, made] = [perAction(costs.output, stages, units, "output"), perAction(costs.output, stages, units, "output")];
+  made.fill(0, units);
+  if (!trains) brought.fill(0, 0, units);
+  const last = trains ? T : S;
+  const take = (category: number, kind: number, sizes: Float64Array): void =>
+    each(view, [kind], (entry, node, rank) => changes.at(rank, category, node, timing.start[node], sizes[entries.stage[entry] * units + entries.unit[entry]], false));
+  const give = (category: number, kind: number, sizes: Float64Array): void =>
+    each(view, [kind], (entry, node, rank) => {
+      const end = kind === COMBINE ? Math.max(timing.end[node], timing.collectiveEnd[node]) : timing.end[node];
+      changes.at(rank, category, node, end, -sizes[entries.stage[entry] * units + entries.unit[entry]], true);
+    });
+  take(ACTIVATIONS, S, logits);
+  give(ACTIVATIONS, last, logits);
+  take(RECEIVED, BROADCAST, brought);
+  give(RECEIVED, last, brought);
+  take(RECEIVED, S, made);
+  give(RECEIVED, COMBINE, made);
 }
 
 function addReceived(view: View, timing: Timing, costs: Costs, changes: Changes): void {

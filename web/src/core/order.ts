@@ -1,4 +1,4 @@
-import { isCompute, isCopy } from "./kinds.ts";
+import { isCompute, isCopy, isSpread } from "./kinds.ts";
 import { unitText } from "./text.ts";
 import type { View } from "./types.ts";
 
@@ -52,6 +52,7 @@ export function notEditable(view: View): string | null {
   const { kind, stage, unit } = view.entries;
   for (let entry = 0; entry < kind.length; entry++) {
     if (isCopy(kind[entry])) return "it moves activations to host memory, and these copies are placed when a schedule is lowered: open the schedule without them, change that, and lower it with offload again";
+    if (isSpread(kind[entry])) return "its vocabulary is spread over the ranks, and the shares and collectives are placed by a pass: open the schedule without them, change that, and spread the vocabulary again";
     if (isCompute(kind[entry]) && (stage[entry] >= view.stages || unit[entry] >= view.unitCount)) {
       return `it names stage ${stage[entry]} and microbatch ${unitText(unit[entry], view.slices)}, which do not exist`;
     }

@@ -107,10 +107,13 @@ class Walk {
 
   private beforeCollective(node: number): Place {
     const { end, collectiveStart, collectiveEnd } = this.timing;
-    if (end[node] === collectiveStart[node]) return ["action", node];
+    const { meet, meet_at, join } = this.view.graph;
+    const joins = meet[node] < 0 ? [node] : [...join.subarray(meet_at[meet[node]], meet_at[meet[node] + 1])];
+    const joined = joins.find((each) => end[each] === collectiveStart[node]);
+    if (joined !== undefined) return ["action", joined];
     let earlier = -1;
     for (const other of this.besideOf(node)) {
-      if (other === node || collectiveEnd[other] !== collectiveStart[node]) continue;
+      if (joins.includes(other) || collectiveEnd[other] !== collectiveStart[node]) continue;
       if (earlier < 0 || collectiveStart[other] < collectiveStart[earlier]) earlier = other;
     }
     return earlier < 0 ? ["action", node] : ["collective", earlier];

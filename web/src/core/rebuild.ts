@@ -1,3 +1,4 @@
+import { meetings } from "./document.ts";
 import { B, F, I, W } from "./kinds.ts";
 import { cellNumber, codesOf, IDLE, kindOf, type Order } from "./order.ts";
 import type { Channel, Entries, Graph, Messages, View } from "./types.ts";
@@ -197,7 +198,7 @@ function emptyStructure(linked: Linked): Structure {
   const graph = { need_at: NONE, need: NONE, send_at: NONE, gather_at: NONE, gather: NONE, received: NONE, sender: NONE, user: NONE, receive: NONE, slot: NONE };
   const messages: Messages = { before: NONE, after: NONE, maker: NONE, begun: NONE, last: NONE, source: NONE, target: NONE, channel: NONE };
   return {
-    graph: { ...graph, retire: new Int32Array(nodes).fill(-1), collective: new Int8Array(nodes) },
+    graph: { ...graph, retire: new Int32Array(nodes).fill(-1), collective: new Int8Array(nodes), ...meetings(new Int32Array(nodes).fill(-1)) },
     local: { before: NONE, after: NONE },
     messages,
     channels: [],
@@ -226,6 +227,7 @@ function structureOf(order: Order, linked: Linked, edges: readonly (readonly [nu
       receive: none(count),
       slot: none(count),
       retire: none(nodes),
+      ...meetings(none(nodes)),
       collective: new Int8Array(nodes),
     },
     local: localPairs(linked, messages),

@@ -27,7 +27,7 @@ export function toDocument(view: View, edits: string): Record<string, unknown> {
     entries: { kind: { i8: packed(entries.kind) }, ...columns(entries, ["stage", "peer", "at"]), microbatch: whole(entries.unit) },
     timed: view.timed,
     graph: view.timed
-      ? { ...columns(graph, ["bounds", "need_at", "need", "send_at", "gather_at", "gather", "received", "sender", "user", "receive", "slot", "retire"]), collective: { i8: packed(graph.collective) } }
+      ? { ...columns(graph, ["bounds", "need_at", "need", "send_at", "gather_at", "gather", "received", "sender", "user", "receive", "slot", "retire"]), collective: { i8: packed(graph.collective) }, ...(graph.join.length ? columns(graph, ["meet"]) : {}) }
       : columns(graph, ["bounds"]),
     local: view.timed ? columns(local, ["after", "before"]) : null,
     messages: view.timed ? columns(messages, ["before", "after", "maker", "begun", "last", "source", "target", "channel"]) : null,
@@ -36,6 +36,7 @@ export function toDocument(view: View, edits: string): Record<string, unknown> {
     units: view.units,
     memory_limit: view.memoryLimit,
     devices: view.devices,
+    cluster: view.cluster,
     measured: measured && {
       source: measured.source,
       start: real(measured.start),

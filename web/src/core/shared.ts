@@ -50,6 +50,8 @@ class SharedRun {
   private readonly lastOn: Int32Array;
   private readonly state: Int8Array;
   private readonly heap: RankHeap;
+  /** How many ranks have joined each collective of all ranks. */
+  private readonly arrived: Int32Array;
 
   constructor(
     private readonly graph: Graph,
@@ -66,6 +68,7 @@ class SharedRun {
     this.lastOn = new Int32Array(links.count).fill(-1);
     this.state = new Int8Array(this.ranks);
     this.heap = new RankHeap(this.now);
+    this.arrived = new Int32Array(graph.meet_at.length - 1);
   }
 
   run(): Int32Array {
@@ -84,7 +87,8 @@ class SharedRun {
     const node = this.at[rank];
     const clock = this.now[rank];
     const beside = this.lanes.of[node];
-    if (beside >= 0) {
+    if (graph.meet[node] >= 0) this.join(node, clock);
+    else if (beside >= 0) {
       times.collectiveStart[node] = clock > this.lane[beside] ? clock : this.lane[beside];
       this.lane[beside] = times.collectiveStart[node] + takes.collective[node];
       times.collectiveEnd[node] = this.lane[beside];
@@ -97,6 +101,21 @@ class SharedRun {
     }
     if (graph.received[node] >= 0) this.wake(graph.rank[graph.sender[graph.received[node]]], clock);
     this.state[rank] = TRYING;
+  }
+
+  /** The rank joins a collective of all ranks; the last one starts it, and wakes who waits for it. */
+  private join(node: number, clock: number): void {
+    const { graph, times } = this;
+    const number = graph.meet[node];
+    if (++this.arrived[number] < this.ranks) return;
+    const beside = this.lanes.of[node];
+    const begin = clock > this.lane[beside] ? clock : this.lane[beside];
+    this.lane[beside] = begin + this.takes.collective[node];
+    for (let k = graph.meet_at[number]; k < graph.meet_at[number + 1]; k++) {
+      times.collectiveStart[graph.join[k]] = begin;
+      times.collectiveEnd[graph.join[k]] = this.lane[beside];
+      this.wake(graph.rank[graph.join[k]], clock);
+    }
   }
 
   private send(message: number, clock: number): void {
@@ -155,7 +174,9 @@ class SharedRun {
       if (arrival > begin) begin = arrival;
     }
     for (let k = graph.gather_at[node]; k < graph.gather_at[node + 1]; k++) {
-      if (times.collectiveEnd[graph.gather[k]] > begin) begin = times.collectiveEnd[graph.gather[k]];
+      const gather = graph.gather[k];
+      if (times.collectiveEnd[gather] > begin) begin = times.collectiveEnd[gather];
+      else if (graph.meet[gather] >= 0 && times.collectiveEnd[gather] < 0) return -1;
     }
     for (let message = graph.send_at[node]; message < graph.send_at[node + 1]; message++) {
       const earlier = graph.slot[message];

@@ -38,7 +38,7 @@ export interface Costs {
   host_latency: number;
   host_bandwidth: number | null;
   host_link_shared: number;
-  /** A vocabulary on all ranks, which the page does not draw: kept, so that costs go through it whole. */
+  /** A vocabulary on all ranks: each rank's share of the embedding (stage 0) or head (the last stage), the collectives around it, and what it holds from S to T. */
   s: PerAction;
   t: PerAction;
   broadcast: PerAction;
@@ -51,6 +51,8 @@ export interface Device {
   name: string;
   /** How many times as fast as the costs of the model, in words: one number, or one per kind of action. */
   speed: string;
+  /** The same as one number; null in views that were saved without it. */
+  rate: number | null;
   node: string;
 }
 
@@ -102,6 +104,10 @@ export interface Graph {
   /** The message that a node waits to be taken, -1 for none. */
   retire: Int32Array;
   collective: Int8Array;
+  /** The collective of all ranks that a node joins, -1 for other nodes; collective k is joined by the nodes join[meet_at[k]] up to join[meet_at[k + 1]]. */
+  meet: Int32Array;
+  meet_at: Int32Array;
+  join: Int32Array;
 }
 
 export interface Entries {
@@ -171,6 +177,8 @@ export interface View {
   memoryLimit: number | number[] | null;
   /** The device of each rank; null if they are not known. */
   devices: Device[] | null;
+  /** The cluster that they are from, as the text of a file that the planner reads; null if it is not known. */
+  cluster: string | null;
   measured: Timing | null;
   findings: Finding[];
   numFindings: number;

@@ -12,6 +12,9 @@ export const TONES = {
   B: { sample: "B", means: "full backward", fill: "#d55e00" },
   I: { sample: "I", means: "backward for the input", fill: "#e69f00" },
   W: { sample: "W", means: "backward for the weights", fill: "#009e73" },
+  S: { sample: "S", means: "share of the vocabulary: logits or embeddings", fill: "#8844ee" },
+  T: { sample: "T", means: "weight gradients of the share", fill: "#bbffaa" },
+  MEET: { sample: "collective", means: "collectives of all ranks", fill: "#663311" },
   SEND: { sample: "message", means: "message on its way", fill: "#56b4e9" },
   GRADIENT: { sample: "message", means: "gradients on their way", fill: "#c9a26b" },
   OUT: { sample: "copy", means: "activations copied to the host", fill: "#aa4477" },
@@ -20,7 +23,7 @@ export const TONES = {
   STEP: { sample: "step", means: "optimizer's step", fill: "#777777" },
 } satisfies Record<string, Tone>;
 
-const KIND_FILLS: Record<string, string> = { F: TONES.F.fill, B: TONES.B.fill, I: TONES.I.fill, W: TONES.W.fill };
+const KIND_FILLS: Record<string, string> = { F: TONES.F.fill, B: TONES.B.fill, I: TONES.I.fill, W: TONES.W.fill, S: TONES.S.fill, T: TONES.T.fill };
 // The share of white in the first and the last chunk, or of black if negative: kinds whose hues look alike to some readers differ in lightness.
 const DARKER = [-0.45, 0];
 const LIGHTER = [0, 0.5];
@@ -45,11 +48,16 @@ export function blended(one: string, other: string, share: number): string {
   return hex(from.map((c, k) => c + (to[k] - c) * share));
 }
 
-/** One of a rank's chunks: the first the darkest, the last the lightest. */
+/** A collective of all ranks, lighter than in other pictures because its lane is thin and may be on dark paper: a BROADCAST is darker, a COMBINE lighter. */
+export function meetingFill(kind: string): string {
+  return mixed(TONES.MEET.fill, kind === "BROADCAST" ? 0.15 : 0.55);
+}
+
+/** One of a rank's chunks: the first the darkest, the last the lightest. A share of the vocabulary belongs to no chunk. */
 export function chunkFill(kind: string, chunk: number, chunks: number): string {
   const fill = KIND_FILLS[kind] ?? TONES.STEP.fill;
-  if (chunks < 2) return fill;
-  const [first, last] = SHADES[kind] ?? LIGHTER;
+  if (chunks < 2 || !SHADES[kind]) return fill;
+  const [first, last] = SHADES[kind];
   return mixed(fill, first + ((last - first) * chunk) / (chunks - 1));
 }
 

@@ -1,6 +1,7 @@
+import { isCompute, isSpread } from "../core/kinds.ts";
 import type { View } from "../core/types.ts";
 import { structureOf } from "../state/structure.ts";
-import { chunkFill, hex, inkOn, microbatchFill, mixed, rgb, TONES } from "./colours.ts";
+import { chunkFill, hex, inkOn, meetingFill, microbatchFill, mixed, rgb, TONES } from "./colours.ts";
 
 export type ColourBy = "kind" | "microbatch";
 
@@ -23,8 +24,9 @@ export class Fills {
 
   of(entry: number): string {
     const { kind, stage, unit } = this.view.entries;
-    if (kind[entry] > 3) return otherFill(this.view.kinds[kind[entry]]);
+    if (!isCompute(kind[entry])) return otherFill(this.view.kinds[kind[entry]]);
     if (this.by === "microbatch") return this.table[unit[entry]] ?? TONES.STEP.fill;
+    if (isSpread(kind[entry])) return chunkFill(this.view.kinds[kind[entry]], 0, 1);
     const { chunk, chunks } = structureOf(this.view);
     return this.table[kind[entry] * chunks + (chunk[unit[entry] % chunk.length]?.[stage[entry]] ?? 0)];
   }
@@ -68,5 +70,6 @@ function kindTable(view: View): string[] {
 function otherFill(kind: string): string {
   if (kind.includes("SEND")) return TONES.SEND.fill;
   if (kind === "OFFLOAD" || kind === "RELOAD") return kind === "OFFLOAD" ? TONES.OUT.fill : TONES.BACK.fill;
+  if (kind === "BROADCAST" || kind === "COMBINE") return meetingFill(kind);
   return kind.startsWith("RECV") ? RECEIVE : TONES.SHARD.fill;
 }

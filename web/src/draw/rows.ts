@@ -1,8 +1,9 @@
-import { isCompute, isWait, OFFLOAD, RELOAD } from "../core/kinds.ts";
+import { isCompute, isJoin, isWait, OFFLOAD, RELOAD } from "../core/kinds.ts";
 import { entryText, unitText } from "../core/text.ts";
 import type { Shown } from "../state/shown.ts";
+import { slowLinks } from "../state/linkRows.ts";
 import { lengthDifference } from "../state/differences.ts";
-import { blended, inkOn, TONES, type Paper } from "./colours.ts";
+import { blended, inkOn, meetingFill, TONES, type Paper } from "./colours.ts";
 import type { Fills } from "./fills.ts";
 import type { Layout, Row, Strip } from "./layout.ts";
 import type { Pen } from "./pen.ts";
@@ -158,11 +159,13 @@ export function optimizerSpan(shown: Shown, rank: number): { start: number; end:
 export function paintLanes(pen: Pen, shown: Shown, row: Row, scale: Scale, paper: Paper): void {
   for (const lane of row.lanes) {
     const fill = channelFill(shown, lane.channel);
-    pen.rect(scale.left, lane.top + lane.height - 0.5, scale.width, 0.5, paper.faint);
+    const [from, to] = shown.view.channels[lane.channel];
+    const slow = slowLinks(shown).has(from * shown.view.ranks + to);
+    pen.rect(scale.left, lane.top + lane.height - (slow ? 1 : 0.5), scale.width, slow ? 1 : 0.5, slow ? paper.late : paper.faint);
     paintThin(pen, shown.channelLane(lane.channel), lane, scale, fill);
   }
   if (row.waits) paintThin(pen, shown.waitLane(row.rank), row.waits, scale, paper.soft);
-  if (row.collectives) paintThin(pen, shown.besideLane("collectives", row.rank), row.collectives, scale, TONES.SHARD.fill);
+  if (row.collectives) paintThin(pen, shown.besideLane("collectives", row.rank), row.collectives, scale, (node) => besideFill(shown, node, paper));
   if (row.out) paintThin(pen, shown.besideLane("out", row.rank), row.out, scale, TONES.OUT.fill);
   if (row.back) paintThin(pen, shown.besideLane("back", row.rank), row.back, scale, TONES.BACK.fill);
 }
@@ -171,6 +174,7 @@ export function paintLanes(pen: Pen, shown: Shown, row: Row, scale: Scale, paper
 export function besideFill(shown: Shown, node: number, paper: Paper): string {
   const kind = shown.view.entries.kind[shown.view.entries.at[node]];
   if (isWait(kind)) return paper.soft;
+  if (isJoin(kind)) return meetingFill(shown.view.kinds[kind]);
   return kind === OFFLOAD ? TONES.OUT.fill : kind === RELOAD ? TONES.BACK.fill : TONES.SHARD.fill;
 }
 
@@ -178,11 +182,13 @@ export function channelFill(shown: Shown, channel: number): string {
   return shown.view.channels[channel][2] === "SEND_F" ? TONES.SEND.fill : TONES.GRADIENT.fill;
 }
 
-/** Thin boxes of one colour; what takes no time is a tick. */
-function paintThin(pen: Pen, lane: Lane, strip: Strip, scale: Scale, fill: string): void {
+/** Thin boxes of one colour, or of one each; what takes no time is a tick. */
+function paintThin(pen: Pen, lane: Lane, strip: Strip, scale: Scale, fill: string | ((item: number) => string)): void {
+  const fillOf = typeof fill === "string" ? () => fill : fill;
+  let latest = fillOf(lane.order[0]);
   visit(lane, scale, {
-    box: (_, x, width) => pen.rect(x, strip.top, width > 4 ? width - 0.5 : width, strip.height, fill),
-    small: () => undefined,
-    column: (x, filled) => pen.rect(x, strip.top, 1, strip.height, fill, Math.max(0.55, filled)),
+    box: (item, x, width) => pen.rect(x, strip.top, width > 4 ? width - 0.5 : width, strip.height, fillOf(item)),
+    small: (item) => (latest = fillOf(item)),
+    column: (x, filled) => pen.rect(x, strip.top, 1, strip.height, latest, Math.max(0.55, filled)),
   });
 }

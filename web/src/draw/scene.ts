@@ -30,7 +30,13 @@ export interface Scene {
 /** Pixels from which on a row has room for a rank and its device. */
 const TWO_LINES = 24;
 /** Letters that have room beside a row. */
-const SHORT = 11;
+const SHORT = 10;
+/** Pixels from which on there is room for the node too, and the letters of one. */
+const THREE_LINES = 34;
+const LONGEST_NODE = 10;
+/** Pixels: how wide the bar of a device's speed is, and how far it stands from the row. */
+const SPEED = 3;
+const SPEED_APART = 3;
 /** Pixels by which a rank's band is higher than its row. */
 const BAND = 4;
 
@@ -74,6 +80,8 @@ function paintPanels(pen: Pen, scene: Scene): void {
     for (const row of place.rows.filter((each) => isVisible(scene, each))) {
       if (row.rank % 2) paintBand(pen, scene, row);
       paintLabel(pen, scene, row);
+      paintSpeed(pen, scene, row);
+      if (row.rank > 0) paintNodeEdge(pen, scene, place.rows[row.rank - 1], row);
       pen.clip(scene.scale.left, row.top - 2, scene.scale.width, row.height + 4, () => {
         pen.rect(scene.scale.left, row.compute.top, scene.scale.width, row.compute.height, scene.paper.idle);
         paintCompute(pen, shown, row, scene.scale, fills(shown, scene.colourBy), scene.form);
@@ -113,9 +121,11 @@ function paintLabel(pen: Pen, scene: Scene, row: Row): void {
   const text = layout.gutter < 60 ? `r${row.rank}` : `rank ${row.rank}`;
   const device = scene.panels[row.panel].view.devices?.[row.rank];
   const below = device && layout.gutter >= 60 && row.compute.height >= TWO_LINES ? deviceLabel(device) : "";
-  const middle = row.compute.top + row.compute.height / 2;
+  const node = device && below && row.compute.height >= THREE_LINES && nodesOf(scene, row).size > 1 && device.node.length <= LONGEST_NODE ? device.node : "";
+  const middle = row.compute.top + row.compute.height / 2 - (node ? 5 : 0);
   pen.text(10, below ? middle - size / 2 : middle, text, { fill: paper.ink, size });
   if (below) pen.text(10, middle + size / 2 + 1, below, { fill: paper.soft, size: 9 });
+  if (node) pen.text(10, middle + size / 2 + 12, node.length + 5 <= LONGEST_NODE ? `node ${node}` : node, { fill: paper.soft, size: 9 });
   if (row.measured && row.measured.height >= 9 && layout.gutter >= 60) {
     pen.text(10, row.measured.top + row.measured.height / 2, "measured", { fill: paper.soft, size: 10 });
   }
@@ -124,6 +134,29 @@ function paintLabel(pen: Pen, scene: Scene, row: Row): void {
     if (strip && strip.height >= (name === "host" ? 10 : 14) && layout.gutter >= 60) pen.text(10, strip.top + strip.height / 2, name, { fill: paper.soft, size: 10 });
   }
   if (row.out && row.back && row.out.height >= 5 && layout.gutter >= 60) pen.text(10, row.back.top, "copies", { fill: paper.soft, size: 10 });
+}
+
+function nodesOf(scene: Scene, row: Row): Set<string> {
+  return new Set(scene.panels[row.panel].view.devices?.map((device) => device.node));
+}
+
+/** How fast the rank's device is, as a bar beside its row: as high as the row for the fastest. */
+function paintSpeed(pen: Pen, scene: Scene, row: Row): void {
+  const rates = scene.panels[row.panel].view.devices?.map((device) => device.rate ?? 0) ?? [];
+  const fastest = Math.max(...rates);
+  if (!rates.length || rates.some((rate) => rate <= 0) || rates.every((rate) => rate === fastest)) return;
+  const { top, height } = row.compute;
+  const [x, filled] = [scene.layout.gutter - SPEED_APART - SPEED, Math.max(1, (height * rates[row.rank]) / fastest)];
+  pen.rect(x, top, SPEED, height, scene.paper.idle);
+  pen.rect(x, top + height - filled, SPEED, filled, scene.paper.soft);
+}
+
+/** A line between two ranks whose devices are in different nodes. */
+function paintNodeEdge(pen: Pen, scene: Scene, above: Row, row: Row): void {
+  const devices = scene.panels[row.panel].view.devices;
+  if (!devices || devices[above.rank].node === devices[row.rank].node) return;
+  const y = Math.round((above.top + above.height + row.top) / 2) + 0.5;
+  pen.line([0, y, scene.layout.width, y], scene.paper.soft, 1);
 }
 
 /** A device's name and speed, or the speed alone, or the name alone: the first that has room beside a row. */

@@ -1,11 +1,14 @@
-import { chunkFill, rampFill, TONES } from "../draw/colours.ts";
+import { chunkFill, meetingFill, rampFill, TONES } from "../draw/colours.ts";
 import { memoryTop } from "../draw/memory.ts";
+import { slowLinks } from "../state/linkRows.ts";
 import type { Shown } from "../state/shown.ts";
 import { useStudio } from "../state/studio.ts";
 import type { Themes } from "../state/theme.ts";
 import type { Stage } from "./stage.ts";
 
-const KINDS = ["F", "B", "I", "W"] as const;
+const KINDS = ["F", "B", "I", "W", "S", "T"] as const;
+
+const JOINS = ["BROADCAST", "COMBINE"];
 
 /** What the colours mean, of what is there. */
 export function Legend({ themes, stage }: { themes: Themes; stage: Stage }) {
@@ -31,7 +34,8 @@ export function Legend({ themes, stage }: { themes: Themes; stage: Stage }) {
           <Item fills={[paper.early]} text="shorter" />
         </>
       )}
-      {beside && panels.some((shown) => shown.structure.collectives.some((list) => list.length > 0)) && <Item fills={[TONES.SHARD.fill]} text="collectives" />}
+      {beside && panels.some((shown) => shown.timed) && (kinds.has("UNSHARD") || kinds.has("REDUCE_GRAD")) && <Item fills={[TONES.SHARD.fill]} text="collectives" />}
+      {beside && JOINS.some((kind) => kinds.has(kind)) && <Item fills={JOINS.filter((kind) => kinds.has(kind)).map(meetingFill)} text={TONES.MEET.means} />}
       {beside && kinds.has("OFFLOAD") && <Item fills={[TONES.OUT.fill]} text="copies to the host" />}
       {beside && kinds.has("RELOAD") && <Item fills={[TONES.BACK.fill]} text="copies back" />}
       {beside && panels.some((shown) => shown.structure.waits.some((list) => list.length > 0)) && <Item fills={[paper.soft]} text="waits for sends and reductions" />}
@@ -55,6 +59,7 @@ function MessageItems({ stage }: { stage: Stage }) {
       <>
         <Item fills={[TONES.SEND.fill]} text="activations" />
         <Item fills={[TONES.GRADIENT.fill]} text="gradients" />
+        {sending.some((shown) => slowLinks(shown).size > 0) && <li class="slow-link">slow link</li>}
       </>
     );
   }

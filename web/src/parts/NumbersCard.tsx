@@ -189,9 +189,9 @@ function Links({ shown }: { shown: Shown }) {
             <tr>{["link", "latency", "bandwidth", "messages", "shared with"].map((name) => <th key={name} scope="col">{name}</th>)}</tr>
           </thead>
           <tbody>
-            {rows.map(({ name, latency, bandwidth, messages, shared }) => (
+            {rows.map(({ name, latency, bandwidth, messages, shared, slow }) => (
               <tr key={name}>
-                <th scope="row">{name}</th>
+                <th scope="row">{name}{slow && <small class="slow"> slow</small>}</th>
                 <td>{timeText(latency, shown.view.units.time)}</td>
                 <td>{bandwidth === null ? "unlimited" : `${shown.size(bandwidth)}${shown.view.units.time ? `/${shown.view.units.time}` : ""}`}</td>
                 <td>{messages}</td>

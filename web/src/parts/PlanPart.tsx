@@ -133,8 +133,9 @@ function Refusal({ plan }: { plan: PlanState }) {
   const error = plan.error.value!;
   const take = (remedy: Remedy): void => {
     plan.wanted.value = remedy.change(plan.wanted.value);
-    const problem = startPlan(plan);
-    if (problem) plan.error.value = problem;
+    void startPlan(plan).then((problem) => {
+      if (problem) plan.error.value = problem;
+    });
   };
   const remedies = remediesIn(error);
   return (

@@ -1,7 +1,7 @@
 import { useState } from "preact/hooks";
-import type { PerAction } from "../core/index.ts";
+import { isSpreadView, type PerAction, type View } from "../core/index.ts";
 import { figure, timeText } from "../draw/span.ts";
-import { isUnchanged, meanOf, UNCHANGED, type Adjust } from "../state/adjust.ts";
+import { isUnchanged, meanOf, SPREAD, UNCHANGED, type Adjust } from "../state/adjust.ts";
 import type { Loader } from "../state/loader.ts";
 import { useStudio } from "../state/studio.ts";
 import { Slider } from "./fields.tsx";
@@ -32,11 +32,23 @@ export function Sliders({ loader }: { loader: Loader }) {
       ))}
       {/* Links of different latencies are a table, which one number would flatten. */}
       {Array.isArray(view.costs.latency) ? null : <Slider label="Latency" value={latency} most={mostLatency} said={timeText(latency, view.units.time)} read={(text) => timeFrom(text, view.units.time)} change={(value) => set({ latency: value })} />}
+      {isSpreadView(view) && SPREAD.map((name) => <SpreadSlider key={name} view={view} name={name} value={adjust[name]} change={(value) => set({ [name]: value })} />)}
       <Skew stages={view.stages} skew={adjust.skew} change={(skew) => set({ skew })} />
       <OrderNote />
       <button class="plain" disabled={isUnchanged(adjust)} onClick={() => set(UNCHANGED)}>Back to the given costs</button>
     </fieldset>
   );
+}
+
+const SPREAD_NAMES = { s: "S", t: "T", broadcast: "Broadcast", combine: "Combine", logits: "Logits" } as const;
+
+/** A cost of a spread vocabulary: itself, or its factor where it is given stage by stage. */
+function SpreadSlider({ view, name, value, change }: { view: View; name: (typeof SPREAD)[number]; value: number | null; change: (value: number) => void }) {
+  const base = view.costs[name];
+  if (Array.isArray(base)) return <Slider label={SPREAD_NAMES[name]} value={value ?? 1} most={MOST_FACTOR} step={0.01} said={`× ${figure(value ?? 1)}`} read={numberIn} change={change} />;
+  const now = value ?? base;
+  const most = Math.max(2 * (meanOf(name === "logits" ? view.costs.activation : view.costs.f) || 1), 2 * base);
+  return <Slider label={SPREAD_NAMES[name]} value={now} most={most} said={figure(now)} read={numberIn} change={change} />;
 }
 
 /** The cost itself where it is one number, else what it is multiplied by. */

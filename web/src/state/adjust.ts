@@ -9,31 +9,40 @@ export interface Adjust {
   b: number;
   /** Null leaves what the view has. */
   latency: number | null;
+  /** Of a spread vocabulary: the cost itself where it is one number, a factor where it is one per stage; null leaves what the view has. */
+  s: number | null;
+  t: number | null;
+  broadcast: number | null;
+  combine: number | null;
+  logits: number | null;
   /** Factors on single stages' times. */
   skew: Record<number, number>;
 }
 
-export const UNCHANGED: Adjust = { f: 1, i: 1, w: 1, b: 1, latency: null, skew: {} };
+export const UNCHANGED: Adjust = { f: 1, i: 1, w: 1, b: 1, latency: null, s: null, t: null, broadcast: null, combine: null, logits: null, skew: {} };
 
 const TIMES = ["f", "i", "w", "b"] as const;
+/** The costs of a spread vocabulary. */
+export const SPREAD = ["s", "t", "broadcast", "combine", "logits"] as const;
 /** What grows with a microbatch, or a slice of one. */
-const OF_A_UNIT = ["f", "i", "w", "b", "activation", "weight_stash", "kept", "kept_gradients", "output"] as const;
+const OF_A_UNIT = ["f", "i", "w", "b", "activation", "weight_stash", "kept", "kept_gradients", "output", ...SPREAD] as const;
 /** What grows with a stage: its work and what it holds. Messages are as large however the model is cut. */
 const OF_A_STAGE = ["f", "i", "w", "b", "activation", "weight_stash", "kept", "kept_gradients", "parameters", "shard", "unshard", "reduce", "optimizer"] as const;
 
 export function isUnchanged(adjust: Adjust): boolean {
-  return TIMES.every((name) => adjust[name] === 1) && adjust.latency === null && Object.keys(adjust.skew).length === 0;
+  return TIMES.every((name) => adjust[name] === 1) && [adjust.latency, ...SPREAD.map((name) => adjust[name])].every((value) => value === null) && Object.keys(adjust.skew).length === 0;
 }
 
 const MOST_FACTOR = 1e6;
-const MOST_LATENCY = 1e24;
+const MOST_COST = 1e24;
 
 /** What is so large or small that nothing could be drawn to scale, in words; null if all can be drawn. */
 export function excess(adjust: Adjust): string | null {
   const factors: [string, number][] = [...TIMES.map((name): [string, number] => [name, adjust[name]]), ...Object.entries(adjust.skew)];
   const wrong = factors.find(([, factor]) => !fits(factor, MOST_FACTOR));
   if (wrong) return `${/^\d/.test(wrong[0]) ? "skew of stage " : ""}${wrong[0]} is ${wrong[1]}, beyond ${MOST_FACTOR}`;
-  return fits(adjust.latency ?? 0, MOST_LATENCY) ? null : `latency is ${adjust.latency}, beyond ${MOST_LATENCY}`;
+  const large = (["latency", ...SPREAD] as const).find((name) => !fits(adjust[name] ?? 0, MOST_COST));
+  return large === undefined ? null : `${large} is ${adjust[large]}, beyond ${MOST_COST}`;
 }
 
 function fits(value: number, most: number): boolean {
@@ -47,6 +56,10 @@ export function adjusted(view: View, adjust: Adjust, cuts: number = view.stages)
   for (const name of TIMES) {
     const value = view.costs[name];
     if (value !== null) made[name] = times(value, adjust[name], factors);
+  }
+  for (const name of SPREAD) {
+    const [base, value] = [view.costs[name], adjust[name]];
+    if (value !== null) made[name] = Array.isArray(base) ? multiplied(base, value) : value;
   }
   return made;
 }
@@ -96,7 +109,7 @@ function isIn(names: readonly string[], name: string): boolean {
 
 /** Whether a cost is one number for all stages, so that it can be given to a pipeline with other stages. */
 export function isUniform(costs: Costs): boolean {
-  return [...OF_A_STAGE, "output", "latency", "bandwidth", "lanes"].every((name) => !Array.isArray(costs[name as keyof Costs]));
+  return [...OF_A_STAGE, ...SPREAD, "output", "latency", "bandwidth", "lanes"].every((name) => !Array.isArray(costs[name as keyof Costs]));
 }
 
 /** The middle of a cost over all stages, for a slider to show. */

@@ -93,6 +93,17 @@ export async function verify(table: unknown, costs: Partial<Costs>, limit: numbe
   return (await ask("/api/verify", { table, costs, ...(limit === null ? {} : { memory_limit: limit }) }, signal)) as Proved;
 }
 
+/** What a cluster's file says: its devices in words, and whether it has their memory. */
+export interface ClusterInfo {
+  ranks: number;
+  summary: string;
+  has_memory: boolean;
+}
+
+export async function readCluster(name: string, content: string): Promise<ClusterInfo> {
+  return (await ask("/api/cluster", { name, content })) as ClusterInfo;
+}
+
 /** A plan that was started: its key, and what each rank may hold, without what the planner keeps free; null for no limit. */
 export interface Started {
   job: string;

@@ -79,9 +79,9 @@ export class Editing {
   });
 
   private titled(view: View): View {
-    const { memoryLimit, costs, units, devices } = this.base.value!;
+    const { memoryLimit, costs, units, devices, cluster } = this.base.value!;
     const title = this.edits.value.length ? `${this.base.value!.title}, edited` : this.base.value!.title;
-    return { ...view, title, memoryLimit, costs, units, devices };
+    return { ...view, title, memoryLimit, costs, units, devices, cluster };
   }
 
   /** Why nothing can be changed, in words; null if it can. */
@@ -94,6 +94,8 @@ export class Editing {
   apply(...edits: Edit[]): void {
     const base = this.base.value;
     if (!base) throw new EditError("nothing is shown that could be changed");
+    const refusal = notEditable(base);
+    if (refusal) throw new EditError(refusal);
     const orders = [...(this.orders.value.length ? this.orders.value.slice(0, this.edits.value.length + 1) : [orderOf(base)])];
     for (const edit of edits) orders.push(applyEdit(orders[orders.length - 1], edit, base.table.edges));
     batch(() => {
@@ -134,6 +136,8 @@ export class Editing {
   take(text: string): void {
     const base = this.base.value;
     if (!base) return;
+    const refusal = notEditable(base);
+    if (refusal) throw new EditError(refusal);
     const edits = decodeEdits(text);
     applyEdits(orderOf(base), edits, base.table.edges);
     this.apply(...edits);

@@ -97,7 +97,7 @@ export class Loader {
   private async besides(first: View, choice: Choice, signal: AbortSignal): Promise<View> {
     const found = await api.makeView(choice, this.studio.costs.value, this.studio.limit.value, signal);
     const costs = sameModel(first, found);
-    return { ...found, costs, devices: costs === first.costs ? first.devices : found.devices };
+    return { ...found, costs, ...(costs === first.costs ? devicesOf(first) : {}) };
   }
 
   /** The controls changed; the last change counts. */
@@ -199,7 +199,7 @@ export class Loader {
     const again = async (old: View, wanted: Choice): Promise<View> => {
       if (!old.dependsOnCosts) return old;
       const costs = plainCosts(adjusted(old, adjust.value, view.stages));
-      return { ...(await api.makeView(wanted, costs, this.studio.limit.value, signal)), costs: old.costs, devices: old.devices };
+      return { ...(await api.makeView(wanted, costs, this.studio.limit.value, signal)), costs: old.costs, ...devicesOf(old) };
     };
     const made = await again(view, own);
     this.studio.show(made, below && other.value ? await again(below, { ...own, ...other.value }) : below);
@@ -233,6 +233,10 @@ export class Loader {
 /** A document's source as the controls have it. */
 function named(source: Source): Other {
   return { schedule: source.name, chunks: source.chunks ?? null, options: (source.options ?? {}) as Record<string, Option> };
+}
+
+function devicesOf({ devices, cluster }: View): Pick<View, "devices" | "cluster"> {
+  return { devices, cluster };
 }
 
 /** The first one's costs for the second; each keeps its own where they are given stage by stage and the stages, or their devices, differ. */

@@ -68,13 +68,24 @@ export interface Wanted {
   limit: string;
   seconds: string;
   recompute: boolean;
+  /** The text of a cluster's file, empty without one; its devices then are the ranks. */
+  cluster: string;
 }
 
-export const USUAL: Wanted = { model: "transformer", shape: SHAPE, profile: "", ranks: "8", microbatches: "32", limit: "80GiB", seconds: "10", recompute: false };
+export const USUAL: Wanted = { model: "transformer", shape: SHAPE, profile: "", ranks: "8", microbatches: "32", limit: "80GiB", seconds: "10", recompute: false, cluster: "" };
+
+/** A cluster that is read by the server: being read, read, or refused with the reason. */
+export interface ClusterState {
+  text: string;
+  info: api.ClusterInfo | null;
+  problem: string | null;
+}
 
 /** A plan that is being made: its candidates arrive one by one. */
 export class PlanState {
   readonly wanted = signal<Wanted>(USUAL);
+  /** What the server says of the cluster in the form; null without one. */
+  readonly cluster = signal<ClusterState | null>(null);
   readonly job = signal<string | null>(null);
   readonly status = signal<PlanStatus>("idle");
   readonly cancelling = signal(false);
@@ -102,6 +113,33 @@ export class PlanState {
     return fitting.reduce<Candidate | null>((best, each) => (best === null || each.makespan! < best.makespan! ? each : best), null);
   });
 
+  /** Puts a cluster into the form, or takes it out. Its devices have their own memory, so a limit that nobody typed makes room for it. */
+  async takeCluster(text: string, name = ""): Promise<void> {
+    const { limit } = this.wanted.value;
+    const gone = text.trim() === "";
+    this.wanted.value = { ...this.wanted.value, cluster: gone ? "" : text, limit: gone && limit === "" ? USUAL.limit : limit };
+    await this.readCluster(name);
+    const { wanted, cluster } = this;
+    if (wanted.value.cluster === text && cluster.value?.info?.has_memory && wanted.value.limit === USUAL.limit) wanted.value = { ...wanted.value, limit: "" };
+  }
+
+  /** Asks the server about the cluster in the form, unless it has read it before. */
+  async readCluster(name = ""): Promise<ClusterState | null> {
+    const text = this.wanted.value.cluster;
+    if (text === "") return (this.cluster.value = null);
+    const known = this.cluster.value;
+    if (known?.text === text && known.info) return known;
+    this.cluster.value = { text, info: null, problem: null };
+    let read: ClusterState;
+    try {
+      read = { text, info: await api.readCluster(name, text), problem: null };
+    } catch (error) {
+      read = { text, info: null, problem: (error as Error).message };
+    }
+    if (this.wanted.value.cluster === text) this.cluster.value = read;
+    return read;
+  }
+
   async start(request: unknown, limit: number | null, units: { time: string; size: string }): Promise<void> {
     batch(() => {
       this.status.value = "running";
@@ -119,7 +157,7 @@ export class PlanState {
       const { job, limits } = await this.started;
       batch(() => {
         this.job.value = job;
-        if (limits?.length) this.limit.value = Math.min(...limits);
+        if (limits?.length) this.limit.value = limits.every((each) => each === limits[0]) ? limits[0] : null;
       });
       this.listen(job);
     } catch (error) {

@@ -5,6 +5,8 @@ const OWN = ["ranks", "microbatches", "limit", "seconds"] as const;
 const SIZES = Object.keys(SHAPE).filter((name): name is Exclude<keyof Shape, "gated"> => name !== "gated");
 /** Letters of a profile that an address holds. */
 const MOST_PROFILE = 2000;
+/** Letters of a cluster. */
+const MOST_CLUSTER = 4000;
 /** Letters of any other field. */
 const MOST_FIELD = 40;
 
@@ -21,6 +23,13 @@ export function setPlan(said: URLSearchParams, wanted: Wanted): void {
   set("recompute", wanted.recompute ? "1" : "0", "0");
   set("gated", wanted.shape.gated ? "1" : "0", SHAPE.gated ? "1" : "0");
   if (isWhole(wanted)) set("profile", wanted.profile, "");
+  if (wanted.cluster.length <= MOST_CLUSTER) set("cluster", wanted.cluster, "");
+  else said.set("plan.without", "cluster");
+}
+
+/** Whether a link was made with a cluster that had no room in it. */
+export function lacksCluster(said: URLSearchParams): boolean {
+  return said.get("plan.without") === "cluster";
 }
 
 /** The reverse; what is not there or cannot be is as usual. */
@@ -31,7 +40,7 @@ export function readPlan(said: URLSearchParams): Wanted {
   };
   const shape: Shape = { ...SHAPE, gated: text("gated", SHAPE.gated ? "1" : "0") === "1" };
   for (const name of SIZES) shape[name] = text(name, SHAPE[name]);
-  const made: Wanted = { ...USUAL, shape, model: text("model", USUAL.model) === "profile" ? "profile" : "transformer", profile: text("profile", "", MOST_PROFILE), recompute: text("recompute", "0") === "1" };
+  const made: Wanted = { ...USUAL, shape, model: text("model", USUAL.model) === "profile" ? "profile" : "transformer", profile: text("profile", "", MOST_PROFILE), recompute: text("recompute", "0") === "1", cluster: text("cluster", "", MOST_CLUSTER) };
   for (const name of OWN) made[name] = text(name, USUAL[name]);
   return made;
 }

@@ -1,6 +1,6 @@
 import { fullCosts, type Costs } from "../core/index.ts";
 import type { ColourBy } from "../draw/fills.ts";
-import { UNCHANGED, type Adjust } from "./adjust.ts";
+import { SPREAD, UNCHANGED, type Adjust } from "./adjust.ts";
 
 export type Option = string | number | boolean;
 
@@ -162,21 +162,26 @@ function readOption(text: string): Option {
   }
 }
 
+const PLAINLY = ["latency", ...SPREAD] as const;
+/** What adjustments are called in an address, in which `s` is the schedule. */
+const NAMES: Record<(typeof PLAINLY)[number], string> = { latency: "latency", s: "cost.s", t: "cost.t", broadcast: "broadcast", combine: "combine", logits: "logits" };
+
 function setAdjust(said: URLSearchParams, adjust: Adjust): void {
   for (const name of ["f", "i", "w", "b"] as const) if (adjust[name] !== 1) said.set(name, short(adjust[name]));
-  if (adjust.latency !== null) said.set("latency", short(adjust.latency));
+  for (const name of PLAINLY) if (adjust[name] !== null) said.set(NAMES[name], short(adjust[name]));
   const skew = Object.entries(adjust.skew).filter(([, factor]) => factor !== 1);
   if (skew.length) said.set("skew", skew.map(([stage, factor]) => `${stage}:${short(factor)}`).join(","));
 }
 
 function readAdjust(said: URLSearchParams): Adjust {
   const factor = (name: string): number => number(said.get(name), 0) ?? 1;
+  const plain = Object.fromEntries(PLAINLY.map((name) => [name, number(said.get(NAMES[name]), 0)])) as Pick<Adjust, (typeof PLAINLY)[number]>;
   const skew: Record<number, number> = {};
   for (const part of (said.get("skew") ?? "").split(",")) {
     const [stage, by] = part.split(":").map((text) => number(text || null, 0));
     if (stage !== null && by !== null && by !== undefined && Number.isInteger(stage)) skew[stage] = by;
   }
-  return { f: factor("f"), i: factor("i"), w: factor("w"), b: factor("b"), latency: number(said.get("latency"), 0), skew };
+  return { f: factor("f"), i: factor("i"), w: factor("w"), b: factor("b"), skew, ...plain };
 }
 
 /** Costs that the page understands; the server checks the rest. */

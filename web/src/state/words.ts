@@ -1,9 +1,10 @@
-import { actionText, entryText, gapText, kinds, type Gap, type PerAction } from "../core/index.ts";
+import { actionText, entryText, gapText, isJoinText, kinds, type Gap, type PerAction } from "../core/index.ts";
 import { optimizerSpan } from "../draw/rows.ts";
 import type { Target } from "../draw/target.ts";
 import { signed } from "../draw/span.ts";
 import { lastAt } from "../draw/visible.ts";
 import type { Shown } from "./shown.ts";
+import { slowLinks } from "./linkRows.ts";
 import { makerOf } from "./related.ts";
 
 export type Fact = [name: string, value: string];
@@ -32,12 +33,16 @@ const KINDS: Record<string, string> = {
   WAIT_REDUCE_GRAD: "wait until gradients are reduced",
   OFFLOAD: "copy of an activation to host memory",
   RELOAD: "copy of an activation back from host memory",
+  S: "share of the vocabulary: logits or embeddings",
+  T: "weight gradients of the share of the vocabulary",
+  BROADCAST: "broadcast of what the shares need, joined by all ranks",
+  COMBINE: "what the shares have made, put together by all ranks",
 };
 
 export const CAUSES: Record<Gap["cause"], string> = {
   fill: "filling the pipeline",
   waiting: "waiting for another rank",
-  communication: "waiting for a message or copy",
+  communication: "waiting for communication",
   memory: "waiting for a free slot or buffer",
   drain: "draining the pipeline",
   overhead: "overhead",
@@ -114,14 +119,16 @@ function describeMeasured(shown: Shown, node: number): Said {
 
 function heldBy(shown: Shown, parts: number[]): Fact[] {
   const { entries, kinds } = shown.view;
-  const size = (name: "activation" | "weight_stash" | "kept", entry: number): number =>
+  const size = (name: "activation" | "weight_stash" | "kept" | "logits", entry: number): number =>
     valueAt(shown.costs[name], entries.stage[entry], entries.unit[entry]);
+  const logits = (kind: string, held: number): Fact[] => (held > 0 ? [[kind === "S" ? "holds until T" : "frees", shown.size(held)]] : []);
   return parts.flatMap((entry): Fact[] => {
     const kind = kinds[entries.kind[entry]];
     const kept: Fact[] = size("kept", entry) > 0 ? [["keeps for later slices", shown.size(size("kept", entry))]] : [];
     if (kind === "F") return [["holds from now on", shown.size(size("activation", entry))], ...kept];
     if (kind === "B") return [["frees", shown.size(size("activation", entry))]];
     if (kind === "I") return [["frees", shown.size(size("activation", entry))], ["keeps for W", shown.size(size("weight_stash", entry))]];
+    if (kind === "S" || kind === "T") return logits(kind, size("logits", entry));
     return kind === "W" ? [["frees", shown.size(size("weight_stash", entry))]] : [];
   });
 }
@@ -147,7 +154,7 @@ function describeMessage(shown: Shown, message: number): Said {
   const waited = timing.depart[message] - made;
   return {
     title: `message of ${entryText(view, view.messages.maker[message])}`,
-    what: `${carries} from rank ${source[message]} to rank ${target[message]}`,
+    what: `${carries} from rank ${source[message]} to rank ${target[message]}${slowLinks(shown).has(source[message] * view.ranks + target[message]) ? ", over a slow link" : ""}`,
     facts: [
       ["leaves", shown.time(timing.depart[message])],
       ["arrives", shown.time(timing.arrive[message])],
@@ -171,11 +178,20 @@ function describeCollective(shown: Shown, node: number): Said {
     facts: [
       ["rank", String(view.graph.rank[node])],
       ...times(shown, timing.collectiveStart[node], timing.collectiveEnd[node]),
-      ...(waited > 0 ? [["waited for its link", shown.time(waited)] as Fact] : []),
+      ...(waited > 0 ? [[view.graph.meet[node] < 0 ? "waited for its link" : "waited for all ranks", shown.time(waited)] as Fact] : []),
+      ...lastJoin(shown, node),
       ...copied,
       ...awaitedBy(shown, node),
     ],
   };
+}
+
+/** The rank that joined a collective of all ranks last. */
+function lastJoin({ view, timing }: Shown, node: number): Fact[] {
+  const { meet, meet_at, join, rank } = view.graph;
+  if (meet[node] < 0) return [];
+  const joins = join.subarray(meet_at[meet[node]], meet_at[meet[node] + 1]);
+  return [["joined last by", `rank ${rank[joins.reduce((last, each) => (timing.end[each] > timing.end[last] ? each : last), joins[0])]}`]];
 }
 
 /** The action that waits for the end of a copy or collective last, and how long. */
@@ -227,7 +243,7 @@ function describeGap(shown: Shown, rank: number, time: number): Said {
   const gap = shown.gapAt(rank, time);
   if (!gap) return { title: "idle", what: "", facts: [] };
   return {
-    title: `idle: ${CAUSES[gap.cause]}`,
+    title: `idle: ${gap.cause === "communication" && isJoinText(gap.action) ? "waiting for a collective" : CAUSES[gap.cause]}`,
     what: gapText(gap),
     facts: [["rank", String(rank)], ["from", shown.time(gap.start)], ["to", shown.time(gap.end)], ["lasts", shown.time(gap.end - gap.start)]],
   };

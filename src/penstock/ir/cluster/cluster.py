@@ -82,6 +82,11 @@ class Speeds:
         f, i, w, optimizer = (value[layer] if isinstance(value, tuple) else value for value in (self.f, self.i, self.w, self.optimizer))
         return f, i, w, optimizer
 
+    @property
+    def rate(self) -> float:
+        """One number for all kinds: the speed of a step whose f, i and w take as long as each other in the profile."""
+        return 3 / sum(1 / _mean(value) for value in (self.f, self.i, self.w))
+
     def describe(self) -> str:
         """One number, or one per kind; the mean over layers that differ."""
         means = [_mean(value) for value in (self.f, self.i, self.w)]
@@ -450,6 +455,15 @@ class Cluster:
         devices = [device.to_json() for device in self.devices]
         return {**{name: _lists(getattr(self, name)) for name in changed}, "devices": devices}
 
+    def to_toml(self) -> str:
+        """The text of a `.toml` file, which `load` reads: the links, one row per line, then the devices."""
+        data = self.to_json()
+        lines = [f"{name} = {_toml_table(value)}" for name, value in data.items() if name != "devices"]
+        for device in data["devices"]:
+            lines += ["", "[[devices]]"]
+            lines += [f"{name} = {toml_value(value)}" for name, value in device.items()]
+        return "\n".join(lines).lstrip("\n") + "\n"
+
     @classmethod
     def from_json(cls, data: Any) -> Cluster:
         """The reverse of `to_json`; a device may have a `count`, and links may be described by nodes, as in `from_nodes`."""
@@ -465,11 +479,10 @@ class Cluster:
         """Write a `.json` or `.toml` file."""
         from penstock.ir.formats.csv_form import write_whole
 
-        data = self.to_json()
         if suffix_of(path) == ".json":
-            write_whole(path, json.dumps(data, indent=1) + "\n")
+            write_whole(path, json.dumps(self.to_json(), indent=1) + "\n")
         else:
-            write_whole(path, _toml_text(data))
+            write_whole(path, self.to_toml())
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Cluster:
@@ -511,15 +524,6 @@ def _read_devices(data: Any) -> Iterator[Device]:
 
 def _lists(value: Any) -> Any:
     return [_lists(item) for item in value] if isinstance(value, tuple) else value
-
-
-def _toml_text(data: dict[str, Any]) -> str:
-    """Links first, one row per line, then the devices; unlimited is `inf`, because TOML has no null."""
-    lines = [f"{name} = {_toml_table(value)}" for name, value in data.items() if name != "devices"]
-    for device in data["devices"]:
-        lines += ["", "[[devices]]"]
-        lines += [f"{name} = {toml_value(value)}" for name, value in device.items()]
-    return "\n".join(lines) + "\n"
 
 
 def _toml_table(value: Any) -> str:

@@ -48,11 +48,15 @@ def read_settings(path: str | PathLike[str]) -> Any:
     """Read a `.json` or `.toml` file."""
     if suffix_of(path) == ".json":
         return read_json(path)
-    text = read_text(path, "TOML")
+    return parse_toml(read_text(path, "TOML"), os.fspath(path))
+
+
+def parse_toml(text: str, file: str) -> Any:
+    """Parse TOML from a file."""
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise FileFormatError(os.fspath(path), f"not a TOML file: {error}") from None
+        raise FileFormatError(file, f"not a TOML file: {error}") from None
 
 
 def suffix_of(path: str | PathLike[str]) -> str:
