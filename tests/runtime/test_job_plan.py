@@ -15,6 +15,7 @@ from penstock.errors import ScheduleError
 from penstock.runtime import Pipeline, launch
 from penstock.runtime.job_plan import check_degrees, settle_recompute, settle_sharding
 from penstock.runtime.model.transforms import Recomputed
+from runtime.models import blocks, by_loop, count_forwards
 
 RATES = {"flops": 1e12, "memory": 64e6, "memory_bandwidth": 1e11, "node_bandwidth": 2e10, "bandwidth": 2e9}
 LAYER = ps.Layer(f=1.0, i=1.0, w=1.0, activation=1e5, output=1e4, parameters=1e5, gradients=1e5, optimizer=2e5)
@@ -60,14 +61,32 @@ def test_schedule_partition_and_recompute_of_a_loaded_plan_are_run(recompute, tm
         torch.testing.assert_close(gradients[name], parameter.grad)
 
 
-def test_a_part_of_a_stage_is_not_silently_kept():
+def test_single_layers_of_a_plan_run_again(tmp_path):
+    """A limit between everything kept and everything recomputed: the plan recomputes some layers, which run twice, the others once."""
+    profile = ps.Profile([LAYER] * 6, time_unit="ms", size_unit="B", input=1e4)
+    job = ps.Job(model=profile, machines=ps.Machines(gpus=2, **{**RATES, "memory": 1.7e6}), batch=8)
+    found = ps.predict_job(job, ps.Configuration(pipeline=2))
+    assert any(0 < again < size for again, size in zip(found.recomputed, found.partition, strict=True))
+    found.save(tmp_path / "job.json")
+    model, x = blocks(6), torch.randn(8, 6)
+    runs = count_forwards(model)
+
+    def train() -> torch.Tensor:
+        return Pipeline(model, ps.JobPlan.load(tmp_path / "job.json"), loss_fn=functional.mse_loss).step(x, target=x.sin()).loss
+
+    loss = launch(train, ranks=2)[0]
+    assert runs == [8 * (2 if again else 1) for again in found.recomputed_layers]
+    wanted = by_loop(model, x, x.sin(), 8)
+    assert torch.equal(loss, wanted.loss)
+    assert all(torch.equal(parameter.grad, wanted.grads[name]) for name, parameter in model.named_parameters())
+
+
+def test_a_choice_of_recompute_goes_before_the_plan_s():
     plan = predict(recompute=True)
-    part = replace(plan, pipeline=replace(plan.pipeline, recomputed=(True, True, False, True)))
-    with pytest.raises(ScheduleError, match=r"recomputes 1 of 2 layers of stage 1, but a pipeline recomputes whole stages"):
-        launch(lambda: Pipeline(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))), part, loss_fn=functional.mse_loss), ranks=2)
-    assert settle_recompute(part, False) is False
-    assert settle_recompute(part, [True, False]) == [True, False]
-    assert settle_recompute(plan, None) == [True, True]
+    assert settle_recompute(plan, False) is False
+    assert settle_recompute(plan, [True, False]) == [True, False]
+    assert settle_recompute(plan, None) == (True,) * 4
+    assert settle_recompute(predict(), None) is False
     assert settle_recompute(ps.schedule("1f1b", ranks=2, microbatches=2), None) is None
 
 

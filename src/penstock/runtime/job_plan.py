@@ -1,12 +1,11 @@
 """A pipeline of a whole job's plan: everything that was planned is run, or refused with what to do instead.
 
-The pipeline runs the plan's schedule on the plan's partition. It recomputes whole stages, shards parameters, gradients and optimizer state
-together (ZeRO-3), and has no dimension for context; a plan that asks for anything else needs a choice of the caller.
+The pipeline runs the plan's schedule on the plan's partition, and recomputes the layers that the plan recomputes. It shards parameters,
+gradients and optimizer state together (ZeRO-3), and has no dimension for context; a plan that asks for anything else needs a choice of the
+caller.
 """
 
 from __future__ import annotations
-
-from itertools import accumulate, pairwise
 
 from penstock.errors import ScheduleError
 from penstock.planner.job.configuration import SPREAD
@@ -35,19 +34,10 @@ def settle_sharding(plan: object, sharding: Sharding | None) -> Sharding:
 
 
 def settle_recompute(plan: object, recompute: Recompute) -> Recompute:
-    """The recomputed stages that were chosen, by default the plan's; refuses a plan that recomputes a part of a stage."""
+    """The recomputed stages or layers that were chosen, by default the plan's: its memory is that of layers recomputed by themselves."""
     if recompute is not None or not isinstance(plan, JobPlan):
         return recompute
-    flags = []
-    for stage, (begin, end) in enumerate(pairwise([0, *accumulate(plan.partition)])):
-        again = sum(plan.recomputed_layers[begin:end])
-        if 0 < again < end - begin:
-            raise ScheduleError(
-                f"the plan recomputes {again} of {end - begin} layers of stage {stage}, but a pipeline recomputes whole stages: have the "
-                "layers of plan.recomputed_layers run torch.utils.checkpoint and give recompute=False, or give one bool per stage"
-            )
-        flags.append(again > 0)
-    return flags
+    return plan.recomputed_layers if any(plan.recomputed_layers) else False
 
 
 def check_degrees(plan: object, mesh: PipelineMesh | None) -> None:

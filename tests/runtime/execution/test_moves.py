@@ -42,12 +42,17 @@ def train(model: nn.Module, table: Any, **options: Any) -> list[Any]:
     return launch(on_rank, table.ranks)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, True, "every second layer"])
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "zbv", "interleaved-1f1b", "interleaved-zb", "dualpipe-v"])
-def test_the_numbers_are_the_same_to_the_last_bit(name: str, recompute: bool) -> None:
+def test_the_numbers_are_the_same_to_the_last_bit(name: str, recompute: Any) -> None:
     schedule = ps.schedule(name, ranks=3, microbatches=6)
     torch.manual_seed(0)
     model = nn.Sequential(*(block() for _ in range(schedule.stages)))
+    if recompute == "every second layer":
+        if name not in ("1f1b", "zbv"):
+            pytest.skip("two schedules are enough")
+        model = nn.Sequential(*(block() for _ in range(2 * schedule.stages)))
+        recompute = [True, False] * schedule.stages
     moved = ps.lower(schedule, offload=100)
     assert moved.rows.is_kind(Kind.OFFLOAD).any()
     torch.manual_seed(1)

@@ -17,6 +17,7 @@ import penstock as ps
 from penstock.errors import PipelineError, ScheduleError
 from penstock.ir.kind import Kind
 from penstock.runtime import Pipeline, launch
+from penstock.runtime.torch_internals.modules import is_compiled
 from penstock.schedules.registry import algorithms
 from runtime.models import Numbers, assert_close, blocks, by_loop, gradients
 
@@ -139,6 +140,21 @@ def test_compiled_stages_are_recomputed_and_draw_from_their_streams():
     wanted, _ = step(model, schedule, x, seed=3)
     found, _ = step(model, schedule, x, seed=3, compile=EAGER, recompute=True)
     assert_close(found, wanted, TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's own, of the inputs of layers
+def test_layers_of_a_compiled_stage_are_compiled_and_recomputed_by_themselves():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(8)))
+    x, schedule, flags = (
+        torch.randn(8, 6),
+        ps.schedule("zbv", ranks=2, microbatches=4),
+        [True, False, False, True, False, False, True, True],
+    )
+    wanted, _ = step(model, schedule, x, seed=3)
+    found, pipes = step(model, schedule, x, seed=3, compile=EAGER, recompute=flags)
+    assert_close(found, wanted, TOLERANCE)
+    compiled = [part for pipe in pipes for stage in pipe.stages.values() for part in stage.module.modules() if is_compiled(part)]
+    assert len(compiled) == 2 + 1 + 2 + 2  # the stage without recompute is one
 
 
 class InPlace(nn.Module):

@@ -15,11 +15,12 @@ from torch.nn import functional
 import penstock as ps
 from penstock.errors import PipelineError, ScheduleError
 from penstock.ir.kind import Kind
+from penstock.planner.job.profile_costs import ProfileCosts
 from penstock.planner.partition.stage_costs import stage_costs
 from penstock.runtime import Pipeline, StageOutput, add_loss, add_metric, launch
 from penstock.runtime.measure.profile import profile
 from runtime.live import Live, observe_actions
-from runtime.models import Block, Numbers, assert_equal, assert_same, blocks, count_forwards, gradients, loop_step
+from runtime.models import Block, Numbers, assert_equal, assert_same, blocks, by_loop, count_forwards, gradients, loop_step
 
 FLAGS = {"1f1b": (True, False), "gpipe": (True, True), "zb-h1": (False, True), "zbv": (True, False, False, True), "dualpipe-v": (True,) * 4}
 COUNT = 4
@@ -312,5 +313,98 @@ def test_inputs_may_be_changed_in_place(name):
 
 
 def test_flags_must_fit():
-    with pytest.raises((ScheduleError, PipelineError), match="for 2 stages: give True, False"):
+    with pytest.raises((ScheduleError, PipelineError), match="has 1 values for 2 stages of 4 layers: give True, False"):
         step(blocks(4), ps.schedule("1f1b", 2, 2), torch.randn(4, 6), recompute=[True])
+
+
+# Single layers ----------------------------------------------------------------------------------------------------------
+
+
+LAYERS = {
+    "1f1b": [False, True, True, True, False, True],
+    "zbv": [True, False, True, False, False, True, True, True, True, True, True, False],
+}
+"""Recomputed layers of stages of three: the last layer of the model with its loss, and whole stages."""
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_chosen_layers_run_twice_and_the_others_once(name):
+    """With dropout and two layers that are one module, the numbers are those without recompute; without dropout those of the loop."""
+    schedule, flags, x = ps.schedule(name, ranks=2, microbatches=COUNT), LAYERS[name], torch.randn(8, 6)
+    dropping = nn.Sequential(*(nn.Sequential(Block(6), nn.Dropout(0.4)) for _ in flags))
+    dropping[2] = dropping[1]
+    assert_same(step(dropping, schedule, x, seed=7, recompute=flags), step(dropping, schedule, x, seed=7))
+    model, y = blocks(len(flags)), x.sin()
+    runs = count_forwards(model)
+    found = step_in_place(model, schedule, x, recompute=flags)
+    assert runs == [COUNT * (2 if again else 1) for again in flags]
+    assert_same(found, by_loop(model, x, y, COUNT))
+
+
+def step_in_place(model: nn.Module, schedule: Any, x: Tensor, **options: Any) -> Numbers:
+    results = launch(lambda: Pipeline(model, schedule, loss_fn=functional.mse_loss, **options).step(x, target=x.sin()), schedule.ranks)
+    return Numbers(results[0].loss, results[0].losses, gradients(model))
+
+
+MIXED = [True, False, True, True, False, True, False, True]
+
+
+@pytest.mark.parametrize(("kind", "flags"), [("batch norm", MIXED), ("counters", MIXED), ("a buffer that the backward reads", [True] * 8)])
+def test_state_of_recomputed_layers_equals_that_of_one_forward(kind, flags):
+    schedule, x = ps.schedule("zbv", ranks=2, microbatches=COUNT), torch.randn(16, 6).double()
+    model = nn.Sequential(*(STATEFUL[kind]() for _ in range(2 * schedule.stages))).double()
+    again = copy.deepcopy(model)
+
+    def train() -> list[Any]:
+        pipe = Pipeline(model, schedule, loss_fn=functional.mse_loss, recompute=flags)
+        return [pipe.step(x, target=x.sin()).loss for _ in range(2)]
+
+    losses = launch(train, 2)[0]
+    pieces = list(zip(x.chunk(COUNT), x.sin().chunk(COUNT), strict=True))
+    wanted = [loop_step(again, pieces, [1 / COUNT] * COUNT, functional.mse_loss) for _ in range(2)]
+    torch.testing.assert_close(losses, [each.loss for each in wanted], rtol=1e-12, atol=0)
+    for key, grad in gradients(again).items():
+        torch.testing.assert_close(gradients(model)[key], grad, rtol=1e-9, atol=1e-12, msg=key)
+    torch.testing.assert_close(state_of(model), state_of(again), rtol=1e-12, atol=1e-12)
+
+
+def test_recomputed_layers_keep_what_the_job_s_planner_counts():
+    """Every tensor is watched: after each forward a stage holds what the planner says, and in its backwards one layer's activations too."""
+    wide, rows = 8, 1024  # gradients are small
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(wide, 4 * wide), nn.GELU(), nn.Linear(4 * wide, wide)) for _ in range(6)))
+    x, y = torch.randn(rows * COUNT, wide), torch.randn(rows * COUNT, wide)
+    schedule, flags, size = ps.schedule("gpipe", ranks=2, microbatches=COUNT), [True, False, True, False, True, True], rows * wide * 4
+    measured = profile(model, x[:rows], loss_fn=product, target=y[:rows], warmup=0, repeats=1, optimizer=None)
+    job = ps.Job(model=measured, machines=ps.Machines.of("a100", gpus=2), batch=rows * COUNT)
+    planned = ProfileCosts(job, ps.Configuration(pipeline=2, microbatch=rows))
+    costs = stage_costs(planned.profile(flags), [3, 3], schedule.placement, [False] * 2)
+
+    def train(recompute: Any) -> tuple[list[int], list[int]]:
+        pipe = Pipeline(model, schedule, loss_fn=product, recompute=recompute)
+        executor = pipe._executor(COUNT, True)
+        held, peaks = [0], []
+        pipe.step(x, target=y)  # the first one also looks whether layers change their inputs
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        with Live() as live:
+            pieces = [piece.clone() for piece in x.chunk(COUNT)]
+            targets = [piece.clone() for piece in y.chunk(COUNT)]
+            live.forget(*pieces, *targets, *model.parameters())
+
+            def look(at: int) -> None:
+                if executor.actions[at].kind is Kind.F:
+                    held.append(live.bytes)
+                    live.peak = 0
+                elif executor.actions[at].kind is Kind.B:
+                    peaks.append(live.peak)
+
+            observe_actions(executor, look)
+            pipe.step_list(pieces, targets)
+        return [after - before for before, after in pairwise(held)], peaks
+
+    for stage, (kept, _) in enumerate(launch(train, 2, args=(flags,))):
+        for each in kept:
+            assert abs(each - (costs.of_stage("activation", stage) - size)) <= SCALARS, (stage, each)  # its input was made elsewhere
+    by_layer, whole = ([peaks[0] for _, peaks in launch(train, 2, args=(choice,))] for choice in ([True] * 6, True))
+    for stage in range(2):  # by layers: two inputs more per microbatch; in the backward, the activations of two layers less
+        assert whole[stage] - by_layer[stage] == pytest.approx(2 * measured.layers[1].activation - 2 * COUNT * size, abs=1.1 * size)

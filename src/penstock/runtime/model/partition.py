@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -64,23 +64,31 @@ class LayerSequence(nn.Module):
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
+        self.calls: Mapping[Any, Callable[..., Any]] = {}
+        """Functions to run in place of layers during one forward, by the keys of `list_units`: recomputed layers, for example."""
+
+    def list_units(self) -> list[dict[Any, nn.Module]]:
+        """The modules of each layer, under a key for each. A stage's module that has this and `calls` can recompute single layers."""
+        return [{place: layer} for place, layer in enumerate(self.layers)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not kwargs:
-            for layer in self.iterate():
-                args = (layer(*args),)
+            for call in self.iterate():
+                args = (call(*args),)
             return args[0]
         selected = [_select_kwargs(layer, kwargs) for layer in self.layers]
         unknown = [name for name in kwargs if not any(name in names for names in selected)]
         if unknown:
             raise TypeError(f"no layer of the stage takes the keyword argument {unknown[0]!r}")
-        for layer, layer_kwargs in zip(self.iterate(), selected, strict=True):
-            args = (layer(*args, **layer_kwargs),)
+        for call, layer_kwargs in zip(self.iterate(), selected, strict=True):
+            args = (call(*args, **layer_kwargs),)
         return args[0]
 
-    def iterate(self) -> Iterable[nn.Module]:
-        """Yield the layers, each just before it runs."""
-        return self.layers
+    def iterate(self) -> Iterable[Callable[..., Any]]:
+        """Yield the layers, or the functions that run in their place, each just before it runs."""
+        if not self.calls:
+            return self.layers
+        return [self.calls.get(place, layer) for place, layer in enumerate(self.layers)]
 
 
 def _select_kwargs(layer: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:

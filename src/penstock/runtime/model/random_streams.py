@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -61,11 +61,11 @@ class StreamedLayers(LayerSequence):
         super().__init__(layers)
         self.names = tuple(names)
 
-    def iterate(self) -> Iterator[nn.Module]:
+    def iterate(self) -> Iterator[Callable[..., Any]]:
         seed = torch.initial_seed()
-        for name, layer in zip(self.names, self.layers, strict=True):
+        for name, call in zip(self.names, super().iterate(), strict=True):
             draw_from(seed, name)
-            yield layer
+            yield call
 
 
 def add_layer_streams(partition: Partition) -> Partition:

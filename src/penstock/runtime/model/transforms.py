@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 from weakref import WeakSet
 
@@ -33,14 +34,22 @@ Compile = bool | Mapping[str, Any] | Callable[[nn.Module], Any] | None
 """Whether to compile a stage: with `torch.compile`, with options for it, or with another function."""
 
 
-def compile_stages(partition: Partition, choice: Any) -> Partition:
-    """Compile the stages as chosen, for all or as a sequence with one choice per stage."""
-    choices = choice if isinstance(choice, Sequence) else [choice] * len(partition)
-    if len(choices) != len(partition) or not all(how is None or isinstance(how, (bool, Mapping)) or callable(how) for how in choices):
-        raise ScheduleError(
-            f"compile={choice!r} for {len(partition)} stages: give True, options for torch.compile, a function, or one of these per stage"
-        )
-    return Partition(tuple(_compile_part(part, how) for part, how in zip(partition.parts, choices, strict=True)))
+def transform_stages(partition: Partition, plan: Any, compile_choice: Any, recompute: Recompute) -> Partition:
+    """Compile and recompute the stages as chosen: for all of them, or as a sequence with one choice per stage.
+
+    `recompute` may have one choice per layer instead, and defaults to the plan's.
+    """
+    hows, flags = _check_compile(compile_choice, len(partition)), _choose_recomputed(partition, plan, recompute)
+    return Partition(tuple(map(_transform, partition.parts, hows, flags)))
+
+
+def _transform(part: Part | None, how: Compile, flags: Sequence[bool]) -> Part | None:
+    if part is None:
+        return None
+    if any(flags) and len(flags) > 1:
+        return replace(part, module=RecomputedLayers(part.module, flags, partial(_compile, how)))
+    module = _compile(how, part.module)
+    return replace(part, module=Recomputed(module) if any(flags) else module)
 
 
 def refuse_full_graphs(choice: Any) -> None:
@@ -53,14 +62,24 @@ def refuse_full_graphs(choice: Any) -> None:
             )
 
 
-def _compile_part(part: Part | None, how: Compile) -> Part | None:
-    if part is None or how is None or how is False:
-        return part
+def _check_compile(choice: Any, stages: int) -> list[Compile]:
+    """The choice for each stage."""
+    choices = list(choice) if isinstance(choice, Sequence) else [choice] * stages
+    if len(choices) != stages or not all(how is None or isinstance(how, (bool, Mapping)) or callable(how) for how in choices):
+        raise ScheduleError(
+            f"compile={choice!r} for {stages} stages: give True, options for torch.compile, a function, or one of these per stage"
+        )
+    return choices
+
+
+def _compile(how: Compile, module: nn.Module) -> nn.Module:
+    if how is None or how is False:
+        return module
     compiler = torch.compile if how is True else partial(torch.compile, **how) if isinstance(how, Mapping) else how
-    module = compiler(part.module)
-    if not isinstance(module, nn.Module):
-        raise ScheduleError(f"the function in compile= returned a {type(module).__name__} for a stage: it must return a module")
-    return replace(part, module=module)
+    compiled = compiler(module)
+    if not isinstance(compiled, nn.Module):
+        raise ScheduleError(f"the function in compile= returned a {type(compiled).__name__} for a stage: it must return a module")
+    return compiled
 
 
 @dataclass(frozen=True)
@@ -121,20 +140,27 @@ def predict_merged_backward(
 
 
 Recompute = bool | Sequence[bool] | None
-"""`bool`, or one `bool` per stage; None for the plan's choice."""
+"""`bool`, one `bool` per stage, or one per layer of the model; None for the plan's choice."""
 
 
-def recompute_stages(partition: Partition, plan: Any, choice: Recompute = None) -> Partition:
-    """Recompute the chosen stages; by default those that the plan recomputes."""
+def _choose_recomputed(partition: Partition, plan: Any, choice: Recompute) -> list[Sequence[bool]]:
+    """For each stage, whether it is recomputed as a whole, or whether each of its layers is recomputed by itself."""
     flags = getattr(plan, "recompute", None) if choice is None else choice
     by_stage = [flags] * len(partition) if isinstance(flags, bool) else list(flags or [False] * len(partition))
-    if len(by_stage) != len(partition):
-        raise ScheduleError(f"recompute={choice!r} for {len(partition)} stages: give True, False, or one of these per stage")
-    parts = [
-        replace(part, module=Recomputed(part.module)) if part is not None and recompute else part
-        for part, recompute in zip(partition.parts, by_stage, strict=True)
-    ]
-    return Partition(tuple(parts))
+    if len(by_stage) == len(partition):
+        return [[flag] for flag in by_stage]
+    counts = [1 if part is None else len(_list_units(part.module)) or 1 for part in partition.parts]
+    if len(by_stage) != sum(counts):
+        raise ScheduleError(
+            f"recompute has {len(by_stage)} values for {len(partition)} stages of {sum(counts)} layers: give True, False, one of these per "
+            "stage, or one per layer"
+        )
+    return [by_stage[start:end] for start, end in pairwise([0, *accumulate(counts)])]
+
+
+def _list_units(module: nn.Module) -> list[dict[Any, nn.Module]]:
+    """The modules of each layer of a stage that can recompute single layers (`LayerSequence.list_units`)."""
+    return module.list_units() if hasattr(module, "list_units") else []  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
@@ -175,6 +201,50 @@ class Recomputed(nn.Module):
         output = checkpoint(run, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _Recomputation(before)), **kwargs)
         self._state.note_changes(before)
         return output
+
+
+class RecomputedLayers(Recomputed):
+    """A stage of which some layers keep only their inputs: each runs its forward again, by itself, when its backward begins.
+
+    So the stage holds the inputs of all these layers, and in its backward the activations of one of them at a time. A stage that is
+    recomputed as a whole holds its own input only, but in its backward the activations of all of its layers. If the last layer of the
+    model is one of them, its loss is recomputed with it. `compiled` compiles a module: every layer is compiled by itself.
+    """
+
+    def __init__(self, module: nn.Module, flags: Sequence[bool], compiled: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__(module)
+        made: dict[tuple[nn.Module, bool], nn.Module] = {}  # the state of a layer that occurs twice is watched once
+        self._calls: dict[Any, Callable[..., Any]] = {}
+        for number, (unit, recompute) in enumerate(zip(_list_units(module), flags, strict=True)):
+            if recompute and not unit:
+                raise ScheduleError(
+                    f"recompute= has True for layer {number} of a stage of {len(flags)} layers, the end of a model that computes its loss "
+                    "elsewhere: recompute the whole stage with one bool per stage, or give False for its last layer"
+                )
+            for key, layer in unit.items():
+                if (layer, recompute) not in made:
+                    made[layer, recompute] = Recomputed(compiled(layer)) if recompute else compiled(layer)
+                self._calls[key] = made[layer, recompute]
+        self._layers = nn.ModuleList(made.values())
+        if flags[-1]:
+            self._calls[key] = partial(self._run_last, made[layer, True])
+
+    @property
+    def changed_inputs(self) -> set[int]:
+        return {ident for layer in self._layers if isinstance(layer, Recomputed) for ident in layer.changed_inputs}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        stage: Any = self.module
+        before, stage.calls = stage.calls, self._calls
+        try:
+            return stage(*args, **kwargs)
+        finally:
+            stage.calls, self.loss = before, None
+
+    def _run_last(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the last layer, which is recomputed together with the loss if there is one."""
+        layer.loss = self.loss
+        return layer(*args, **kwargs)
 
 
 class _ChangedInputs:

@@ -13,6 +13,7 @@ from transformers import BatchEncoding
 import penstock as ps
 from models.tiny import DEPTH, MODELS, batch, by_stages, by_whole, gpt2, llama, mixtral, qwen
 from penstock.cli.main import main
+from penstock.errors import PipelineError, ScheduleError
 from penstock.runtime import HuggingFace, Initial, Pipeline, launch
 from penstock.runtime.measure.profile import profile
 from runtime.models import Numbers, assert_all_equal, assert_close, assert_equal, gradients
@@ -246,6 +247,10 @@ def test_recomputed_stages_have_the_same_numbers(name):
     model, inputs = MODELS[name]().train(), batch()
     for schedule in ("1f1b", "zbv"):
         assert_same_as_whole(by_stages(model, inputs, schedule, 3, recompute=True), by_whole(model, inputs, 3))
+    units = [False, *(number % 2 == 0 for number in range(len(HuggingFace().units(model)) - 2)), False]
+    assert_same_as_whole(by_stages(model, inputs, "zbv", 3, recompute=units), by_whole(model, inputs, 3))
+    with pytest.raises((ScheduleError, PipelineError), match="computes its loss elsewhere: recompute the whole stage"):
+        by_stages(model, inputs, "1f1b", 3, recompute=[*units[:-1], True])
 
 
 def test_a_profile_on_the_command_line(tmp_path, capsys):

@@ -8,7 +8,7 @@ over stages: its two sums, with one number per expert each, are sent along too, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -135,6 +135,9 @@ class HuggingFaceStage(nn.Module):
         self.names = (first, *order.tables, *others)
         self.parts = nn.ModuleList(structure.model.get_submodule(name) for name in self.names)
         self.state, self.draws = StageState(), False
+        self.calls: Mapping[str, Callable[..., Any]] = {}
+        """Functions to run in place of modules during one forward, by the keys of `list_units`: recomputed layers, for example."""
+        self._units = [order.head if not unit else () if unit == last else (f"{structure.layers}.{unit - 1}",) for unit in units]
         whole = copy_with(structure.model, self._make_slots(structure, order, units))
         # In a tuple, so that the parameters are those of the parts alone, each once and in their order.
         self._own = (whole if self.last else whole.get_submodule(structure.base),)
@@ -170,6 +173,11 @@ class HuggingFaceStage(nn.Module):
             [*slots, *after][units[-1]].leaves = True
         return replaced
 
+    def list_units(self) -> list[dict[str, nn.Module]]:
+        """The modules of each unit by name. The last unit has none: its loss is computed outside of the model's forward."""
+        modules = dict(zip(self.names, self.parts, strict=True))
+        return [{name: modules[name] for name in names} for names in self._units]
+
     def use_layer_streams(self) -> HuggingFaceStage:
         """Draw each layer's random numbers from a stream of its own from now on."""
         self.draws = True
@@ -204,6 +212,7 @@ class HuggingFaceStage(nn.Module):
 
     def _begin(self, hidden: Tensor | None) -> None:
         self.state.input, self.state.output, self.state.in_layers = hidden, None, False
+        self.state.calls = self.calls
         self.state.seed = torch.initial_seed() if self.draws else None
         training = any(part.training for part in self.parts)  # the current mode of the original model, which has the same parts
         for module in self._path:
@@ -263,6 +272,8 @@ class StageState:
         """Whether the forward has reached its layers."""
         self.slice: SliceInputs | None = None
         """The slice that the forward runs on; None for whole sequences."""
+        self.calls: Mapping[str, Callable[..., Any]] = {}
+        """Functions that run in place of modules, by the names of their slots."""
 
 
 class StandIn(nn.Module):
@@ -311,13 +322,14 @@ class LayerSlot(StandIn):
         if self.module is None:
             hidden = find_hidden(args, kwargs)
             return (hidden,) if self.tuples else hidden
+        call = state.calls.get(self.name, self.module)
         if state.seed is not None:
             draw_from(state.seed, self.name)
         if state.slice is None or not self.layer:
-            return self.module(*args, **kwargs)
+            return call(*args, **kwargs)
         args, kwargs = state.slice.keep_documents_apart(self.module, args, kwargs, find_hidden(args, kwargs))
         before = state.slice.cache.updates
-        output = self.module(*args, **kwargs)
+        output = call(*args, **kwargs)
         state.slice.check_update(self.name, before)
         return output
 
