@@ -156,7 +156,7 @@ ROOMS: dict[str, set[str]] = {
         "execution",
     },
     "launch": {"torch_internals", "device", "tensors", "transport"},
-    "checkpoint": {"torch_internals", "model", "transport", "pipeline"},
+    "checkpoint": {"torch_internals", "tensors", "model", "transport", "pipeline"},
     "train": {"torch_internals", "device", "transport", "launch", "model", "measure", "checkpoint", "pipeline"},
 }
 

@@ -58,10 +58,9 @@ from penstock.runtime.model.transforms import (
     Compile,
     MergedBackward,
     Recompute,
-    compile_stages,
     predict_merged_backward,
-    recompute_stages,
     refuse_full_graphs,
+    transform_stages,
 )
 from penstock.runtime.parallel.data_parallel import DataParallel
 from penstock.runtime.parallel.fsdp import Sharding, shard_stages, unwrap_ddp
@@ -155,7 +154,8 @@ class Pipeline:
     - `weights`: for a model built on the meta device, the source of its values: `Initial`, `Built`, `Replayed`, `Safetensors`, or several
       of them;
     - `recompute`: whether stages keep only their inputs and run their forward again before their backward: a `bool`, or one `bool` per
-      stage; defaults to the plan's choice;
+      stage; or one `bool` per layer of the model, from the first to the last, for layers that do so by themselves. Defaults to the plan's
+      choice;
     - `offload`: the percentage of each rank's activations to move to host memory between their forward and backward, one percentage per
       rank, or True for all, with any number of microbatches; defaults to what the plan, schedule or program says, which must not have
       copies otherwise;
@@ -251,7 +251,14 @@ class Pipeline:
             keep_uncompiled()
         self._whole: dict[int, str] = {}  # the stages that turned out to need a whole backward, see `Stage.whole`
         self._set_merged(self._whole)
-        self.data = DataParallel(self.grid, self.stages, shard=data.shard_pass, dtype=data.accumulate_dtype, deadline=self.deadline)
+        self.data = DataParallel(
+            self.grid,
+            self.stages,
+            shard=data.shard_pass,
+            dtype=data.accumulate_dtype,
+            deadline=self.deadline,
+            outside=() if self.vocabulary is None else self.vocabulary.parameters(),
+        )
         self._names: set[str] | None = None
         """The names of this rank's parameters, once the ranks have agreed on them."""
         self.shared, self.statistics = self._share_state()
@@ -298,7 +305,7 @@ class Pipeline:
         """This rank's rows of the embedding and the head, if the schedule spreads them over the ranks."""
         spread = find_spread_ends(self.table)
         if any(spread):
-            data.refuse_spread(options, mesh=self.grid is not None, graphs=self.graphs)
+            data.refuse_spread(options, self.grid, graphs=self.graphs)
             cut = self._cut_between_ends(model, options.split, *spread)
         else:
             model, split = apply_plan_split(model, self._plan, options.split)
@@ -311,8 +318,8 @@ class Pipeline:
             refuse_full_graphs(options.compile)
         give_weights(options.weights, model, cut, stages)
         tied = [*options.ties, *shard_stages(cut, stages, self.grid, data.shard)]
-        cut = compile_stages(cut if self.seed is None else add_layer_streams(cut), options.compile)
-        self.partition: Partition = recompute_stages(cut, self._plan, options.recompute)
+        cut = cut if self.seed is None else add_layer_streams(cut)
+        self.partition: Partition = transform_stages(cut, self._plan, options.compile, options.recompute)
         return tied
 
     def _cut_between_ends(self, model: Any, split: Any, embedding: bool, head: bool) -> Partition:
@@ -678,7 +685,8 @@ class Pipeline:
         """Do everything that can refuse a step before it runs, and return its executor, and its input, of all replicas after a loss."""
         count, name = feed.microbatches, "step" if training else "eval_step"
         if self.vocabulary is not None:
-            self.vocabulary.begin_step(feed, self.loss.find_token_entropy(), flat=not isinstance(self.loss.fn, TokenCrossEntropy))
+            flat = not isinstance(self.loss.fn, TokenCrossEntropy)
+            self.vocabulary.begin_step(feed, self.loss.find_token_entropy(), flat=flat, training=training)
         feed.tokens = feed.total if self.batches.weight and feed.targets is not None else None
         if self.recovery is not None:
             feed.step = self.steps
@@ -974,8 +982,6 @@ class Pipeline:
     def parity(self, *args: Any, target: Any = ABSENT, microbatches: int | None = None, stage_kwargs: StageKwargs | None = None) -> Parity:
         """Compare a step with the unpipelined model: the loss, every gradient, the norm, and all state. All is restored."""
         self._check_finalized("parity")
-        if self.vocabulary is not None:
-            raise ScheduleError("parity compares with the whole model, which no rank has if the vocabulary is spread over the ranks")
         if self.joint is not None:
             raise PipelineError(f"parity compares a whole pipeline, but {self.joint.describe(self.table)}")
         batch = StepArguments(args, target, stage_kwargs or {})
@@ -1055,12 +1061,10 @@ class DataOptions:
     shard_pass: Shard
     accumulate_dtype: torch.dtype | None
 
-    def refuse_spread(self, model: ModelOptions, *, mesh: bool, graphs: bool) -> None:
+    def refuse_spread(self, model: ModelOptions, mesh: PipelineMesh | None, *, graphs: bool) -> None:
         """Refuse options that do not go with a vocabulary that is spread over the ranks, in one sentence each."""
         reasons = {
-            "mesh": (mesh, "its rows are not shared with data-parallel ranks"),
-            "shard": (self.shard is not False, "its rows are sharded over the pipeline's ranks already"),
-            "accumulate_dtype": (self.accumulate_dtype is not None, "gradients of its rows are summed in their own type"),
+            "a tp dimension of mesh": (mesh is not None and mesh.tensor.ranks > 1, "its rows are not split over tensor-parallel ranks"),
             "weights": (model.weights is not None, "its rows are taken from a model that has its values"),
             "ties": (bool(model.ties), "its rows belong to one layer each"),
             "graphs": (graphs, "collectives are joined by the host"),

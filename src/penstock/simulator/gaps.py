@@ -165,6 +165,7 @@ def _list_measured_causes(waits: WaitCauses, place: int) -> Iterator[Cause]:
         yield from _list_sending(waits, sender, float(waits.end[maker]))
         yield float(timeline.arrive[message]), "communication", action, source
     for gather in graph.gather[graph.gather_at[node] : graph.gather_at[node + 1]].tolist():
+        yield from _list_late_joins(timeline, gather)
         yield float(timeline.collective_end[gather]), "communication", timeline.table.rows.action_of(gather), rank
     yield float(waits.start[place]), OVERHEAD, waits.action(place), rank
 

@@ -22,15 +22,9 @@ class Scaled(nn.Embedding):
         return 2 * super().forward(input)
 
 
-def tie() -> nn.Sequential:
-    model = build()
-    model[-1].weight = model[0].weight
-    return model
-
-
-def freeze() -> nn.Sequential:
-    model = build()
-    model[0].requires_grad_(False)
+def tie(first: int, second: int) -> nn.Sequential:
+    model = build(nn.Embedding(4, 4), nn.Linear(4, 4))
+    model[second].weight = model[first].weight
     return model
 
 
@@ -53,8 +47,8 @@ def normalise() -> nn.Sequential:
         (lambda: build(head=nn.Tanh()), "the last layer must be an nn.Linear: '4' is a Tanh"),
         (lambda: build(blocks=1), "3 layers, of which 1 lie between the spread ends: each of 2 stages needs one"),
         (lambda: dict(enumerate(build())), "give an nn.Sequential, a list of layers"),
-        (tie, "'0' shares its weight with '4': tied layers"),
-        (freeze, "0.weight is frozen"),
+        (lambda: tie(0, 2), "'0' shares its weight with '2', which is in a stage"),
+        (lambda: tie(1, 4), "'4' shares its weight with '1', which is in a stage"),
         (hook, "'4' has hooks or parametrizations"),
         (normalise, "hooks or parametrizations"),
         (lambda: build().to("meta"), "0.weight is on the meta device"),
@@ -63,6 +57,16 @@ def normalise() -> nn.Sequential:
 def test_other_ends_are_refused(make: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(PlacementError, match=message):
         take_ends(make(), None, None, 2, embedding=True, head=True)
+
+
+@pytest.mark.parametrize("embedding", [True, False])
+def test_tied_ends_are_spread_together(embedding: bool) -> None:
+    assert take_ends(tie(0, 4), None, None, 2, embedding=True, head=True)[2].are_tied
+    assert not take_ends(build(), None, None, 2, embedding=True, head=True)[2].are_tied
+    with pytest.raises(
+        PlacementError, match=r"'[04]' shares its weight with '[04]', but only '[04]' is spread over the ranks: spread both"
+    ):
+        take_ends(tie(0, 4), None, None, 2, embedding=embedding, head=not embedding)
 
 
 class PlanOfSizes:

@@ -1,43 +1,176 @@
-"""Pipelines whose vocabulary is spread over processes: the numbers of the plain loop, and a rank that fails."""
+"""Pipelines whose vocabulary is spread over processes: the numbers of the plain loop, data-parallel ranks, and a rank that fails."""
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from penstock.errors import PipelineError, ScheduleError
 from penstock.runtime import Pipeline, TokenCrossEntropy, device_mesh, rank
 from penstock.runtime.launch.workers import Workers
-from runtime import spread_models
+from runtime import spread_models, spread_resuming
 from runtime.spread_models import build_model, compare_with_plain_loop, draw_batch, spread, train_pipeline
+from runtime.spread_resuming import build_empty, compare, go_on
 
 cloudpickle.register_pickle_by_value(spread_models)
+cloudpickle.register_pickle_by_value(spread_resuming)
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "microbatches"), [("1f1b", 2, 4), ("interleaved-1f1b", 2, 4), ("zbv", 2, 4), ("1f1b", 4, 6), ("zbv", 4, 8)]
+    ("name", "ranks", "microbatches", "ends"),
+    [("1f1b", 2, 4, "tied"), ("interleaved-1f1b", 2, 4, ""), ("zbv", 2, 4, "tied"), ("1f1b", 4, 6, "frozen"), ("zbv", 4, 8, "")],
 )
-def test_it_trains_like_the_plain_loop(workers: Workers, name: str, ranks: int, microbatches: int) -> None:
+def test_it_trains_like_the_plain_loop(workers: Workers, name: str, ranks: int, microbatches: int, ends: str) -> None:
+    """With the whole logits on every rank, the times of collectives, and parity with the whole model."""
     schedule, (tokens, targets) = spread(name, ranks, microbatches), draw_batch()
     model = build_model(schedule.stages)
+    if ends == "tied":
+        model[-1].weight = model[0].weight
+    model[0].weight.requires_grad_(ends != "frozen")
 
     def run() -> dict[str, Any]:
         torch.set_num_threads(1)
-        pipe = Pipeline(model, schedule, loss_fn=TokenCrossEntropy(), deadline=60)
-        evaluated = pipe.eval_step(tokens, target=targets).loss
+        pipe = Pipeline(model, schedule, loss_fn=TokenCrossEntropy(), deadline=60, record=True)
+        assert pipe.parity(tokens, target=targets).loop.worst < 1e-12
+        evaluated, outputs = pipe.eval_step(tokens, target=targets, outputs=True), pipe.infer(tokens)
+        timeline = evaluated.timeline
+        assert timeline is not None
+        times = timeline.collective_start[timeline.flat.graph().meet >= 0], timeline.collective_end[timeline.flat.graph().meet >= 0]
+        assert (times[0] >= 0).all()
+        assert (times[0] <= times[1]).all()
         trained = train_pipeline(pipe, tokens, targets)
-        spread_models.assert_equal(trained["losses"][0], evaluated)
+        spread_models.assert_equal(trained["losses"][0], evaluated.loss)  # type: ignore[arg-type]
+        return {**trained, "outputs": [outputs, evaluated.outputs]}
+
+    wanted, found = model(tokens).detach(), workers.run(run, ranks=ranks)
+    for of_rank in found:
+        for outputs in of_rank["outputs"]:
+            spread_models.assert_equal(outputs, wanted)
+    compare_with_plain_loop(found, model, tokens, targets, microbatches)
+
+
+SIZES, BEGIN = (5, 4), (2, 3, 4, 5, 6, 7, 8)
+"""Sequences of two data ranks, and where their microbatches begin in the whole batch if each has four."""
+
+
+def take_part(mesh: Any, *batch: Tensor) -> list[Tensor]:
+    return [part.split(SIZES)[mesh["dp"].get_local_rank()] for part in batch]
+
+
+def get_full(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize(
+    ("name", "shard"),
+    [
+        pytest.param("1f1b", False, marks=pytest.mark.matrix(family="1f1b", feature="spread vocabulary and replicate")),
+        pytest.param("zbv", False, marks=pytest.mark.matrix(family="zbv", feature="spread vocabulary and replicate")),
+        pytest.param("zbv", True, marks=pytest.mark.matrix(family="zbv", feature="spread vocabulary and FSDP2")),
+    ],
+)
+def test_data_parallel_ranks_train_like_the_plain_loop(workers: Workers, name: str, shard: bool) -> None:
+    """With parts of different sizes. The rows of all replicas start with the values of the first, and are never sharded further."""
+    schedule, (tokens, targets) = spread(name, 2, 4), draw_batch()
+    model = build_model(schedule.stages, bias=True)
+
+    def run() -> dict[str, Any]:
+        torch.set_num_threads(1)
+        mesh = device_mesh(pp=2, dp=2)
+        if mesh["dp"].get_local_rank():
+            for end in (model[0], model[-1]):
+                end.weight.data.zero_()
+        pipe = Pipeline(model, schedule, loss_fn=TokenCrossEntropy(), mesh=mesh, shard=shard, deadline=60)
+        x, y = take_part(mesh, tokens, targets)
+        evaluated = pipe.eval_step(x, target=y, outputs=True)
+        outputs = [evaluated.outputs, pipe.infer(x)]
+        trained = train_pipeline(pipe, x, y)
+        spread_models.assert_equal(trained["losses"][0], evaluated.loss)  # type: ignore[arg-type]
+        trained["outputs"] = outputs
+        trained["named"] = {name: tuple(map(get_full, both)) for name, both in trained["named"].items()}
         return trained
 
-    compare_with_plain_loop(workers.run(run, ranks=ranks), model, tokens, targets, microbatches)
+    found = workers.run(run, ranks=4)  # in the order of the mesh: pp 0 dp 0, pp 0 dp 1, pp 1 dp 0, pp 1 dp 1
+    first, second = found[0]["by_microbatch"], found[1]["by_microbatch"]
+    both = {"by_microbatch": [one + other for one, other in zip(first, second, strict=True)]}
+    for of_rank, wanted in zip(found, 2 * model(tokens).detach().split(SIZES), strict=True):
+        for logits in of_rank["outputs"]:
+            spread_models.assert_equal(logits, wanted)
+    for replica in (found[::2], found[1::2]):
+        compare_with_plain_loop([of_rank | both for of_rank in replica], copy.deepcopy(model), tokens, targets, BEGIN)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_gradients_that_wait_for_a_later_step(workers: Workers, dtype: torch.dtype | None) -> None:
+    """Those of two steps are summed over data ranks once; rows in float32 may be summed in float64."""
+    schedule, (tokens, targets) = spread("zbv", 2, 4), draw_batch()
+    model = build_model(schedule.stages)
+    if dtype is not None:
+        model.float()
+
+    def run() -> dict[str, Tensor | None]:
+        mesh = device_mesh(pp=2, dp=2)
+        pipe = Pipeline(model, schedule, loss_fn=TokenCrossEntropy(), mesh=mesh, accumulate_dtype=dtype, deadline=60)
+        x, y = take_part(mesh, tokens, targets)
+        pipe.step(x, target=y, finalize_gradients=False)
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+        with pytest.raises(ScheduleError, match="not finalized"):
+            pipe.clip_grad_norm_(1.0)
+        pipe.step(x.flip(0), target=y.flip(0))
+        return {name: parameter.grad for name, parameter in pipe.named_parameters()}
+
+    found = workers.run(run, ranks=4)
+    wanted = copy.deepcopy(model).double()
+    (2 * TokenCrossEntropy()(wanted(tokens), targets)).backward()
+    for of_rank in found:
+        for key, gradient in of_rank.items():
+            assert gradient is not None
+            assert gradient.dtype is model[0].weight.dtype
+            name, _, rows = key.partition("[")
+            whole = wanted.get_parameter(name).grad
+            assert whole is not None
+            own = slice(*map(int, rows[:-1].split(":"))) if rows else slice(None)
+            torch.testing.assert_close(gradient.double(), whole[own], rtol=0, atol=1e-12 if dtype is None else 1e-6)
+    for one, other in (found[:2], found[2:]):
+        assert all(torch.equal(one[name], other[name]) for name in one)  # data ranks keep the same values, to the last bit
+
+
+@pytest.mark.matrix(family="1f1b", feature="spread vocabulary and checkpoints")
+def test_replicas_of_rows_are_saved_once_and_loaded_by_other_ranks(workers: Workers, tmp_path: Path) -> None:
+    """From a mesh of 2 x 2 processes to 4 ranks of one pipeline, and back."""
+    for number, (ranks, mesh) in enumerate([(2, {"pp": 2, "dp": 2}), (4, {}), (2, {"dp": 2, "pp": 2})]):
+        schedule, model = spread("1f1b", ranks, 4), build_empty(tmp_path)
+        for losses in workers.run(lambda: go_on(model, schedule, tmp_path, 1, **mesh), ranks=4):  # noqa: B023 - called at once
+            compare(losses, number)
+    saved = dcp.FileSystemReader(tmp_path / "step-00000001").read_metadata().state_dict_metadata
+    assert [chunk.sizes[0] for chunk in saved["model.0.weight"].chunks] == [6, 5]
+
+
+def test_tensor_parallel_ranks_are_refused(workers: Workers) -> None:
+    schedule = spread("1f1b", 2, 4)
+
+    def run() -> str:
+        with pytest.raises(ScheduleError) as caught:
+            Pipeline(build_model(2), schedule, loss_fn=TokenCrossEntropy(), mesh=device_mesh(pp=2, tp=2))
+        return str(caught.value)
+
+    told = workers.run(run, ranks=4)
+    assert [text.partition(",")[0] for text in told] == [
+        "a tp dimension of mesh= does not go with a vocabulary that is spread over the ranks"
+    ] * 4
 
 
 class Failing(nn.Module):
-    """A layer that fails on rank 1 once."""
+    """A layer that fails on process 1 once."""
 
     fails = True
 
@@ -48,14 +181,16 @@ class Failing(nn.Module):
         return x * 1.0
 
 
-def test_a_rank_that_fails_ends_the_waits_of_the_others(workers: Workers) -> None:
-    """Long before the deadline, and the next step has the numbers of the whole model."""
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_fails_ends_the_waits_of_the_others(workers: Workers, ranks: int) -> None:
+    """Long before the deadline, also in another replica, and the next step has the numbers of the whole model."""
     schedule, (tokens, targets) = spread("1f1b", 2, 4), draw_batch()
     words, *_, head = build_model(0)
     model = nn.Sequential(words, Failing(), Failing(), head)
 
     def run() -> tuple[str, Tensor | None]:
-        pipe = Pipeline(model, schedule, loss_fn=TokenCrossEntropy(), deadline=600)
+        mesh = device_mesh(pp=2, dp=2) if ranks == 4 else None
+        pipe = Pipeline(model, schedule, loss_fn=TokenCrossEntropy(), deadline=600, mesh=mesh)
         told = ""
         try:
             pipe.step(tokens, target=targets)
@@ -63,21 +198,7 @@ def test_a_rank_that_fails_ends_the_waits_of_the_others(workers: Workers) -> Non
             told = str(error).partition("\n")[0]
         return told, pipe.step(tokens, target=targets).loss
 
-    for told, loss in workers.run(run, ranks=2):
-        assert "failed on rank 1: ValueError: out of order" in told
+    for told, loss in workers.run(run, ranks=ranks):
+        assert f"failed on {'rank 1' if ranks == 2 else 'rank 1 (pp 0, dp 1)'}: ValueError: out of order" in told
         assert loss is not None
         spread_models.assert_equal(loss, TokenCrossEntropy()(build_model(0)(tokens), targets))
-
-
-def test_data_parallel_ranks_are_refused(workers: Workers) -> None:
-    schedule = spread("1f1b", 2, 4)
-
-    def run() -> str:
-        try:
-            Pipeline(build_model(2), schedule, loss_fn=TokenCrossEntropy(), mesh=device_mesh(pp=2, dp=2))
-        except ScheduleError as error:
-            return str(error)
-        return ""
-
-    told = workers.run(run, ranks=4)
-    assert [text.partition(",")[0] for text in told] == ["mesh= does not go with a vocabulary that is spread over the ranks"] * 4

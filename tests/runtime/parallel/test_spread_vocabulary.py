@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock as ps
-from penstock.errors import CheckpointError, PenstockError, PipelineError, ScheduleError
-from penstock.runtime import Checkpoints, Layers, Pipeline, TokenCrossEntropy, launch, rank
+from penstock.draw.boxes import list_collective_boxes
+from penstock.errors import PenstockError, PipelineError, PlacementError, ScheduleError
+from penstock.ir.kind import Kind
+from penstock.runtime import Initial, Layers, Pipeline, TokenCrossEntropy, launch, rank
 from penstock.runtime.execution.programs import build_training_program
+from penstock.runtime.parallel.vocabulary import SpreadHead
+from penstock.simulator.comparison.differences import differences
+from penstock.simulator.timeline import Timeline
 from runtime.spread_models import (
     HIDDEN,
     VOCABULARY,
@@ -135,20 +145,92 @@ def test_ignored_targets_counts_of_microbatches_and_microbatches_by_hand() -> No
     assert_equal(torch.cat(rows), 3 * words)
 
 
-def test_times_and_metrics_cover_the_shares() -> None:
+def test_gradients_of_microbatches_are_summed_in_a_type_with_more_digits() -> None:
+    """Exactly the gradients of single microbatches in bfloat16, which count a quarter each, summed without rounding and rounded once."""
+    tokens, targets = draw_batch(8, 5)
+    schedule = spread("zbv", 2, 4)
+
+    def run() -> list[tuple[Tensor, Tensor, Tensor]]:
+        model = build_model(4, bias=True).bfloat16()
+        pipe = Pipeline(model, schedule, loss_fn=TokenCrossEntropy(), accumulate_dtype=torch.float64)
+        own = list(pipe.parameters())
+
+        def take_gradients() -> list[Tensor]:
+            gradients = [parameter.grad for parameter in own if parameter.grad is not None]
+            assert len(gradients) == len(own)
+            for parameter in own:
+                parameter.grad = None
+            return gradients
+
+        terms = []
+        for x, y in zip(tokens.split(2), targets.split(2), strict=True):
+            pipe.step(x, target=y, microbatches=1)
+            terms.append([gradient.double() / 4 for gradient in take_gradients()])
+        pipe.step(tokens, target=targets)
+        summed = take_gradients()
+        rounded_often = Pipeline(model, schedule, loss_fn=TokenCrossEntropy())
+        rounded_often.step(tokens, target=targets)
+        others = [parameter.grad for parameter in rounded_often.parameters() if parameter.grad is not None]
+        return list(zip(summed, map(sum, zip(*terms, strict=True)), others, strict=True))
+
+    found = [gradients for of_rank in launch(run, 2) for gradients in of_rank]
+    assert len(found) == 2 * (4 + 3)
+    assert all(torch.equal(gradient, wanted.bfloat16()) for gradient, wanted, _ in found)
+    assert not all(torch.equal(gradient, other) for gradient, _, other in found)
+
+
+class Slow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.01)
+        return x * 1.0
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_recorded_timeline_has_the_times_of_collectives(parallel: bool, tmp_path: Path) -> None:
+    """In a step and in an evaluation; the wait for a collective is told as the wait for the slow stage of the other rank."""
     tokens, targets = draw_batch()
+    schedule, (words, *_, head) = spread("1f1b", 2, 4), build_model(0)
 
-    def run() -> tuple[set[str], list[Any]]:
+    def run() -> list[Any]:
         metrics: list[Any] = []
-        pipe = Pipeline(build_model(2), spread("1f1b", 2, 2), loss_fn=TokenCrossEntropy(), record=True, on_step=metrics.append)
-        timeline = pipe.step(tokens, target=targets).timeline
-        assert timeline is not None
+        model = nn.Sequential(words, nn.Identity(), Slow(), head)
+        pipe = Pipeline(model, schedule, loss_fn=TokenCrossEntropy(), record=True, on_step=metrics.append)
+        timelines = [pipe.step(tokens, target=targets).timeline, pipe.eval_step(tokens, target=targets).timeline]
         pipe.flush_metrics()
-        return {action.kind.name for row in timeline.table for action in row}, metrics
-
-    for kinds, metrics in launch(run, 2):
-        assert {"S", "T", "BROADCAST", "COMBINE"} <= kinds
         assert len(metrics) == 1
+        return timelines
+
+    for timelines in launch(run, 2, parallel=parallel):
+        for timeline in timelines:
+            check_collectives(timeline)
+        stepped = timelines[0]
+        waits = [gap for gap in stepped.gaps(0) if gap.cause == "waiting" and gap.action.kind is Kind.F and gap.end - gap.start > 0.005]
+        assert {(gap.rank, gap.action.stage) for gap in waits} == {(1, 1)}
+        stepped.save(tmp_path / "measured.json")
+        predicted, measured = ps.simulate(ps.lower(schedule), stepped.costs), Timeline.load(tmp_path / "measured.json")
+        way = differences(predicted, measured, scale=1.0).way
+        assert sum(delay.added for delay in way) == pytest.approx(measured.makespan - predicted.makespan)
+
+
+def check_collectives(timeline: Timeline) -> None:
+    """Every collective starts after all ranks have joined it and the one before it has ended, and whatever needs it after its end."""
+    graph, rows = timeline.flat.graph(), timeline.table.rows
+    joins = np.flatnonzero(graph.meet >= 0)
+    assert len(joins) == rows.is_kind(Kind.BROADCAST, Kind.COMBINE).sum() == len(list_collective_boxes(timeline)) > 0
+    for low, high in pairwise(graph.meet_at.tolist()):
+        together = graph.join[low:high]
+        assert timeline.start[together].max() <= timeline.collective_start[together].max()
+    for number in range(timeline.ranks):
+        own = joins[graph.rank[joins] == number]
+        assert (timeline.collective_start[own][1:] >= timeline.collective_end[own][:-1]).all()
+    waiting = [
+        (node, gather) for node in range(len(rows.heads.nonzero()[0])) for gather in graph.gather[slice(*graph.gather_at[node : node + 2])]
+    ]
+    assert waiting
+    for node, gather in waiting:
+        assert timeline.start[node] >= timeline.collective_end[gather]
+    for name in ("broadcast", "combine") if timeline.table.training else ("combine",):
+        assert all(value > 0 for value in getattr(timeline.costs, name))
 
 
 @pytest.mark.parametrize("options", [{}, {"head": False}])
@@ -177,10 +259,159 @@ def test_evaluation_has_the_loss_of_the_whole_model(options: dict[str, Any]) -> 
         assert_equal(torch.stack(losses), torch.stack([loss] * 3 + parts))
 
 
-def test_outputs_of_a_head_that_is_not_spread() -> None:
-    (tokens, _), schedule = draw_batch(), spread("1f1b", 2, 4, head=False)
-    for outputs in launch(lambda: Pipeline(build_model(2), schedule, loss_fn=TokenCrossEntropy()).infer(tokens), 2):
+FOUR = [("1f1b", 2, 4), ("interleaved-1f1b", 2, 4), ("zb-h1", 3, 4), ("zbv", 2, 4)]
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), FOUR)
+def test_outputs_are_the_whole_logits(name: str, ranks: int, microbatches: int) -> None:
+    """Of infer, of evaluations with and without a target, and of steps, in the order of the caller; on every rank."""
+    (tokens, targets), schedule = draw_batch(), spread(name, ranks, microbatches)
+    parts = list(zip(tokens.tensor_split(microbatches), targets.tensor_split(microbatches), strict=True))
+    order = list(reversed(range(microbatches)))
+
+    def run() -> list[Any]:
+        pipe = Pipeline(build_model(schedule.stages, bias=True), schedule, loss_fn=TokenCrossEntropy())
+        evaluated = pipe.eval_step(tokens, target=targets, outputs=True), pipe.eval_step(tokens, outputs=True), pipe.eval_step(tokens)
+        assert_equal(evaluated[0].loss, TokenCrossEntropy()(evaluated[0].outputs, targets))  # type: ignore[arg-type]
+        assert evaluated[1].loss is None
+        assert evaluated[2].loss is None
+        assert evaluated[2].outputs is None
+        stepped = pipe.step(tokens, target=targets, outputs=True)
+        listed = pipe.step_list([x for x, _ in parts], [y for _, y in parts], order=order, outputs=True)
+        assert "outputs" in repr(listed)
+        return [pipe.infer(tokens), pipe.infer(tokens, microbatches=3), *(r.outputs for r in (*evaluated[:2], stepped, listed))]
+
+    wanted = build_model(schedule.stages, bias=True)(tokens)
+    for outputs in launch(run, ranks):
+        for output in outputs:
+            assert_equal(output, wanted)
+
+
+@pytest.mark.parametrize("options", [{"head": False}, {"embedding": False}])
+def test_outputs_if_one_end_is_in_its_stage(options: dict[str, Any]) -> None:
+    """Without the embedding, the ranks behind the first need no batch to infer."""
+    (tokens, _), schedule = draw_batch(), spread("1f1b", 2, 4, **options)
+
+    def run() -> Any:
+        pipe = Pipeline(build_model(2), schedule, loss_fn=TokenCrossEntropy())
+        return pipe.infer(*([tokens] if "head" in options or rank() == 0 else []))
+
+    for outputs in launch(run, 2):
         assert_equal(outputs, build_model(2)(tokens))
+
+
+def test_outputs_on_some_ranks_only_are_refused() -> None:
+    tokens, targets = draw_batch()
+
+    def run() -> None:
+        pipe = Pipeline(build_model(2), spread("1f1b", 2, 4), loss_fn=TokenCrossEntropy())
+        pipe.step(tokens, target=targets, outputs=rank() == 1)
+
+    with pytest.raises(PipelineError, match="rank 0 does not return outputs, but rank 1 returns outputs"):
+        launch(run, 2)
+
+
+# Tied and frozen ends -------------------------------------------------------------------------------------------------
+
+
+def build_tied(blocks: int, **options: Any) -> nn.Sequential:
+    model = build_model(blocks, **options)
+    model[-1].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), FOUR)
+def test_tied_ends_train_like_the_plain_loop(name: str, ranks: int, microbatches: int) -> None:
+    """The weight counts once in the norm, and is one parameter: `compare_with_plain_loop` counts its elements."""
+    train(spread(name, ranks, microbatches), partial(build_tied, bias=True, padding=3))
+
+
+def test_a_weight_that_is_not_of_two_spread_ends_is_refused() -> None:
+    def build_with_middle() -> nn.Sequential:
+        model = build_model(2)
+        middle = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        middle.weight = model[0].weight
+        model[1].append(middle)
+        return model
+
+    with pytest.raises(PlacementError, match="'3' shares its weight with '0', but only '3' is spread"):
+        launch(lambda: Pipeline(build_tied(2), spread("1f1b", 2, 4, embedding=False), loss_fn=TokenCrossEntropy()), 2)
+    with pytest.raises(PlacementError, match="'0' shares its weight with '1', which is in a stage"):
+        launch(lambda: Pipeline(build_with_middle(), spread("1f1b", 2, 4), loss_fn=TokenCrossEntropy()), 2)
+
+
+def build_frozen(blocks: int, *, frozen: Sequence[str], build: Any = build_model) -> nn.Sequential:
+    model: nn.Sequential = build(blocks, bias=True)
+    for name in frozen:
+        model.get_parameter(name.replace("-1", str(blocks + 1))).requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), FOUR)
+@pytest.mark.parametrize("frozen", [["0.weight"], ["-1.weight", "-1.bias"], ["0.weight", "-1.weight"]])
+def test_frozen_ends_stay_as_they_are(name: str, ranks: int, microbatches: int, frozen: list[str]) -> None:
+    train(spread(name, ranks, microbatches), partial(build_frozen, frozen=frozen))
+
+
+def test_frozen_tied_ends_and_stages() -> None:
+    train(spread("zbv", 2, 4), partial(build_frozen, frozen=["0.weight"], build=build_tied))
+    first_stage = ["0.weight", "1.0.weight", "1.0.bias", "4.0.weight", "4.0.bias"]
+    train(spread("zbv", 2, 4), partial(build_frozen, frozen=first_stage))
+
+
+def test_frozen_rows_cannot_be_thawed_in_the_pipeline() -> None:
+    tokens, targets = draw_batch()
+
+    def run() -> None:
+        pipe = Pipeline(build_frozen(2, frozen=["0.weight"]), spread("1f1b", 2, 4), loss_fn=TokenCrossEntropy())
+        for parameter in pipe.parameters():
+            parameter.requires_grad_()
+        pipe.step(tokens, target=targets)
+
+    with pytest.raises(ScheduleError, match=r"rows of 0.weight were frozen when the pipeline was created"):
+        launch(run, 2)
+
+
+# Parity ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), FOUR)
+@pytest.mark.parametrize("build", [build_model, build_tied, partial(build_frozen, frozen=["0.weight"])])
+def test_parity_with_the_whole_model(name: str, ranks: int, microbatches: int, build: Any) -> None:
+    (tokens, targets), schedule = draw_batch(), spread(name, ranks, microbatches)
+
+    def run() -> Any:
+        pipe = Pipeline(build(schedule.stages), schedule, loss_fn=TokenCrossEntropy())
+        before = pipe.step(tokens, target=targets)
+        gradients = {name: None if value.grad is None else value.grad.clone() for name, value in pipe.named_parameters()}
+        parity = pipe.parity(tokens, target=targets)
+        after = {name: value.grad for name, value in pipe.named_parameters()}
+        for key, gradient in gradients.items():
+            assert gradient is after[key] is None or torch.equal(gradient, after[key])  # type: ignore[arg-type]
+        assert_equal(pipe.eval_step(tokens, target=targets).loss, before.loss)  # type: ignore[arg-type]
+        return parity
+
+    for parity in launch(run, ranks):
+        for comparison in parity.all:
+            assert comparison.worst < 1e-12, str(comparison)
+
+
+def test_parity_finds_wrong_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank's rows of the head get a gradient that is too large."""
+    tokens, targets = draw_batch()
+    add = SpreadHead.add_weight_gradients
+
+    def add_twice(self: SpreadHead, unit: int) -> None:
+        add(self, unit)
+        if self.lane.rank == 1 and self.weight.grad is not None:
+            self.weight.grad *= 1.5
+
+    monkeypatch.setattr(SpreadHead, "add_weight_gradients", add_twice)
+    for parity in launch(
+        lambda: Pipeline(build_model(2), spread("1f1b", 2, 2), loss_fn=TokenCrossEntropy()).parity(tokens, target=targets), 2
+    ):
+        large = {difference.name for difference in parity.loop.differences if difference.relative > 1e-12}
+        assert large == {"3.weight[6:11]", "norm"}
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------
@@ -190,8 +421,8 @@ def test_outputs_of_a_head_that_is_not_spread() -> None:
     ("options", "message"),
     [
         ({"loss_fn": functional.mse_loss}, "give loss_fn=TokenCrossEntropy"),
-        ({"shard": True}, "shard= does not go with a vocabulary"),
-        ({"accumulate_dtype": torch.float64}, "accumulate_dtype= does not go with"),
+        ({"shard": True}, "shard= needs mesh="),
+        ({"weights": Initial(seed=0)}, "weights= does not go with"),
         ({"graphs": True}, "graphs= does not go with"),
         ({"ties": [["0.weight", "3.weight"]]}, "ties= does not go with"),
         ({"offload": True}, "moves activations to host memory, which a pipeline cannot run together"),
@@ -205,16 +436,13 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: 
         launch(lambda: Pipeline(build_model(2), **arguments), 2)
 
 
-def test_calls_that_need_whole_ends_are_refused_and_training_goes_on(tmp_path: Any) -> None:
+def test_calls_without_what_a_rank_needs_are_refused_and_training_goes_on() -> None:
     tokens, targets = draw_batch()
 
     def run() -> list[str]:
         pipe = Pipeline(build_model(2), spread("1f1b", 2, 4), loss_fn=TokenCrossEntropy())
         attempts = [
-            lambda: pipe.infer(tokens),
-            lambda: pipe.eval_step(tokens),
-            lambda: pipe.parity(tokens, target=targets),
-            lambda: pipe.step(tokens, target=targets, outputs=True),
+            lambda: pipe.eval_step(tokens, target=targets) if rank() else pipe.infer(tokens),
             lambda: pipe.step(tokens),
             lambda: pipe.step(target=targets),
             lambda: pipe.step(tokens + VOCABULARY, target=targets),
@@ -225,16 +453,19 @@ def test_calls_that_need_whole_ends_are_refused_and_training_goes_on(tmp_path: A
             with pytest.raises(ScheduleError) as caught:
                 attempt()
             told.append(str(caught.value))
-        with pytest.raises(CheckpointError, match="Checkpoints cannot save or load a pipeline whose vocabulary is spread"):
-            Checkpoints(tmp_path).save(pipe, step=0)
         loss = pipe.step(tokens, target=targets).loss
         assert loss is not None
         assert_equal(loss, TokenCrossEntropy()(build_model(2)(tokens), targets))
         return told
 
     for told in launch(run, 2):
-        starts = ["infer and outputs=True", "every rank has a share of the head", "parity compares with", "infer and outputs=True"]
-        starts += ["every rank has a share of the head", "every rank has a share of the embedding", "token 2", "target -1"]
+        starts = [
+            "every rank has a share of the head and the loss, but",
+            "every rank has a share of the head",
+            "every rank has a share of the embedding",
+            "token 2",
+            "target -1",
+        ]
         assert [text[: len(start)] for text, start in zip(told, starts, strict=True)] == starts
 
 

@@ -69,12 +69,21 @@ class StepResult:
     @cached_property
     def outputs(self) -> Any:
         """The last stage's outputs, joined along the batch dimension if they can be; None unless the step was given `outputs=True`."""
-        outputs = _sort_values({k: v for share in self._shares for k, v in share.outputs.items()})
+        outputs = _sort_values({k: v for share in self._shares for k, v in share.outputs.items()} | self._logits)
         return self._merge(outputs) if outputs else None
+
+    @property
+    def _logits(self) -> dict[int, Tensor]:
+        """The whole logits of each microbatch, if the head is spread over the ranks and they are wanted."""
+        first = self._shares[0].logits
+        return {number: torch.cat([share.logits[number].to(own.device) for share in self._shares], dim=-1) for number, own in first.items()}
 
     def __repr__(self) -> str:
         loss = "no loss" if self.loss is None else f"loss {float(self.loss):.6g}"
-        parts = [f"{format_count(len(self.losses), 'microbatch')}", *(["outputs"] if any(share.outputs for share in self._shares) else [])]
+        parts = [
+            f"{format_count(len(self.losses), 'microbatch')}",
+            *(["outputs"] if any(share.outputs or share.logits for share in self._shares) else []),
+        ]
         parts += [f"metrics {', '.join(self.metrics)}"] if self.metrics else []
         return f"<StepResult {', '.join([loss, *parts, *(['timeline'] if self._timeline is not None else [])])}>"
 
@@ -118,6 +127,10 @@ class ResultShare:
     """Weighted side losses by stage and microbatch."""
     metrics: dict[str, dict[tuple[int, int], Tensor]] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
+    logits: dict[int, Tensor] = field(default_factory=dict)
+    """The logits of the rank's rows of a head that is spread over the ranks."""
+    wants_logits: bool | None = None
+    """Whether the rank keeps them; None if the head is not spread."""
     sizes: tuple[tuple[int, int], ...] | None = None
     """The sizes of the microbatches, each with how many in a row have it; None if this rank was given no batch."""
     call: int = 0
@@ -147,6 +160,7 @@ class ResultShare:
                 name: {(stage, units[m]): value for (stage, m), value in values.items()} for name, values in self.metrics.items()
             }
             self.outputs = {order[m]: value for m, value in self.outputs.items()}
+            self.logits = {order[m]: value for m, value in self.logits.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         """Stack the losses and metrics of one dtype and shape, because one tensor is quicker to send than many."""
@@ -199,6 +213,10 @@ _SAME: dict[str, tuple[Callable[[Any], str], str]] = {
     "finalizes": (
         lambda finalizes: "finalizes its gradients" if finalizes else "does not finalize its gradients",
         "give `finalize_gradients` the same value on all ranks",
+    ),
+    "wants_logits": (
+        lambda wants: "returns outputs" if wants else "does not return outputs",
+        "each has a share of the head, so give `outputs` the same value on all ranks",
     ),
     "sizes": (_describe_sizes, "give all ranks the same batch, or none to those that need none"),
     "schedule": (

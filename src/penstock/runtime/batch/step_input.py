@@ -125,7 +125,7 @@ class StepInput:
                 "the step has to be run again because a rank was lost, but a stage has changed a tensor of the batch in place: clone it "
                 "before changing it"
             )
-        empty: dict[str, Any] = {name: {} for name in ("losses", "side", "metrics", "outputs", "whole")}
+        empty: dict[str, Any] = {name: {} for name in ("losses", "side", "metrics", "outputs", "logits", "whole")}
         return replace(self, share=replace(self.share, times=None, **empty), scales=[])
 
     def number_of(self, microbatch: int) -> int:

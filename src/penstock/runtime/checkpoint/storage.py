@@ -27,14 +27,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import CheckpointError
 from penstock.runtime.checkpoint.checkpoints import Draft, FileDigest, prune
 from penstock.runtime.checkpoint.training_state import OPTIONS, STATE, Aliases, TiedNames, keys_by_parameter
+from penstock.runtime.tensors.tensor_rows import TensorRows
 
 _POLL = 0.005
 """Seconds between two looks for the markers of the other ranks."""
@@ -78,7 +87,7 @@ class RankLayout:
                 f"rank {rank} does not see {draft.path}, which rank 0 made: put checkpoints on a file system shared by all"
             )
         self.rank, self.aliases = rank, aliases
-        self.planner = DefaultSavePlanner()
+        self.planner: DefaultSavePlanner = _SavePlanner()
         self.writer = FileSystemWriter(draft.path)
         self.planner.set_up_planner(state, self.writer.storage_meta(), rank == 0)
         self.writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
@@ -99,6 +108,34 @@ class RankLayout:
         written = self.writer.write_data(self.local, self.planner)
         written.wait()
         return list(written.value())
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Writes a `TensorRows` as a part of the whole tensor."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items = [_plan_rows(item, self.state_dict[item.index.fqn]) for item in plan.items]
+        self.plan = replace(plan, items=items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        return value.rows if isinstance(value, TensorRows) else super().lookup_object(index)
+
+
+def _plan_rows(item: WriteItem, value: Any) -> WriteItem:
+    """The item that writes a value: for rows of a tensor another one than torch's, which takes them for an object to pickle."""
+    if not isinstance(value, TensorRows):
+        return item
+    chunk = _locate_rows(value)
+    data = TensorWriteData(chunk, TensorProperties.create_from_tensor(value.rows), value.shape)
+    return WriteItem(MetadataIndex(item.index.fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _locate_rows(shard: TensorRows) -> ChunkStorageMetadata:
+    """The place of rows in the whole tensor."""
+    return ChunkStorageMetadata(torch.Size((shard.first, *(0 for _ in shard.rows.shape[1:]))), shard.rows.shape)
 
 
 class _CopiedValues(DefaultSavePlanner):
@@ -258,7 +295,7 @@ class CheckpointReader:
         """Reject a model whose parameters and buffers on this rank are not in the checkpoint, or have another shape or type."""
         for name, value in values.items():
             saved = self._saved.get(f"model.{name}")
-            if isinstance(saved, TensorStorageMetadata) and isinstance(value, Tensor):
+            if isinstance(saved, TensorStorageMetadata) and isinstance(value, (Tensor, TensorRows)):
                 for what, stored, expected in (
                     ("shape", list(saved.size), list(value.shape)),
                     ("type", saved.properties.dtype, value.dtype),
@@ -287,7 +324,7 @@ class CheckpointReader:
         chunks = saved.chunks if isinstance(saved, TensorStorageMetadata) else []
         return [self._metadata.storage_data[MetadataIndex(f"model.{name}", chunk.offsets)] for chunk in chunks]
 
-    def allocate_optimizer(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    def allocate_optimizer(self, parameters: Mapping[str, nn.Parameter | TensorRows]) -> dict[str, Any]:
         """Destinations for the saved optimizer state of these parameters, by key; a value with several keys has one destination."""
         destinations: dict[str, Any] = {}
         first_keys: dict[str, str] = {}
@@ -298,7 +335,7 @@ class CheckpointReader:
                 for key in keys.values():
                     place = str(self._metadata.storage_data.get(MetadataIndex(key), key))
                     if first_keys.setdefault(place, key) == key:
-                        destinations[key] = _allocate(self._saved[key], parameters[name])
+                        destinations[key] = _allocate(key, self._saved[key], parameters[name])
                     else:
                         self._aliases[key] = first_keys[place]
         return destinations
@@ -308,21 +345,30 @@ class CheckpointReader:
         missing = sorted(key for key in destinations if key not in self._saved)
         if missing:
             raise CheckpointError(f"checkpoint {self.path} has no {missing[0]}")
-        planner = DefaultLoadPlanner(flatten_state_dict=False) if self.trusted else _SafeLoadPlanner(self.path)
-        planner.set_up_planner(destinations, self._metadata, False)
+        shards = {key: value for key, value in destinations.items() if isinstance(value, TensorRows)}
+        planner = _LoadPlanner(shards) if self.trusted else _SafeLoadPlanner(shards, self.path)
+        planner.set_up_planner({key: value for key, value in destinations.items() if key not in shards}, self._metadata, False)
         self._storage.set_up_storage_reader(self._metadata, False)
         self._storage.read_data(planner.create_local_plan(), planner).wait()
         destinations.update(planner.state_dict)
         destinations.update({key: destinations[first] for key, first in self._aliases.items() if first in destinations})
 
 
-def _allocate(saved: Any, parameter: nn.Parameter) -> Any:
+def _allocate(key: str, saved: Any, parameter: nn.Parameter | TensorRows) -> Any:
     """A tensor to read optimizer state into, sharded and placed like its parameter; None for a value that is not a tensor."""
     if not isinstance(saved, TensorStorageMetadata):
         return None
+    if isinstance(parameter, TensorRows) and saved.size:
+        if saved.size != parameter.shape:
+            raise CheckpointError(
+                f"{key} was saved with shape {list(saved.size)} for a parameter of shape {list(parameter.shape)}, and not with one value "
+                "per element, so a rank has no rows of it: load it into a pipeline whose vocabulary is not spread over the ranks, or "
+                "without the optimizer"
+            )
+        return parameter.with_rows(torch.empty_like(parameter.rows, dtype=saved.properties.dtype, requires_grad=False))
     if isinstance(parameter, DTensor) and saved.size == parameter.size():
         return torch.empty_like(parameter, dtype=saved.properties.dtype, requires_grad=False)
-    device = parameter.device if saved.size else "cpu"
+    device = parameter.device if saved.size and not isinstance(parameter, TensorRows) else "cpu"
     return torch.empty(saved.size, dtype=saved.properties.dtype, device=device)
 
 
@@ -343,11 +389,32 @@ class _SafeStorageReader(FileSystemReader):
         return metadata
 
 
-class _SafeLoadPlanner(DefaultLoadPlanner):
+class _LoadPlanner(DefaultLoadPlanner):
+    """Also reads rows into `shards`, by key, from the whole tensors, however these were split when they were saved."""
+
+    def __init__(self, shards: Mapping[str, TensorRows]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.shards = shards
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        items = list(plan.items)
+        assert self.metadata is not None
+        for key, shard in self.shards.items():
+            saved = self.metadata.state_dict_metadata[key]
+            assert isinstance(saved, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(key, saved, [_locate_rows(shard)])
+        return replace(plan, items=items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.shards[index.fqn].rows if index.fqn in self.shards else super().lookup_tensor(index)
+
+
+class _SafeLoadPlanner(_LoadPlanner):
     """Loads values that are not tensors without running code from them."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(flatten_state_dict=False)
+    def __init__(self, shards: Mapping[str, TensorRows], path: Path) -> None:
+        super().__init__(shards)
         self.path = path
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:

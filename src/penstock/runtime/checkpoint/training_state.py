@@ -24,6 +24,7 @@ from penstock.errors import CheckpointError
 from penstock.runtime.model.partition import Part
 from penstock.runtime.model.random_streams import capture_random_state, set_random_state
 from penstock.runtime.model.tied_parameters import Place
+from penstock.runtime.tensors.tensor_rows import TensorRows
 
 if TYPE_CHECKING:
     from penstock.runtime.checkpoint.storage import CheckpointReader
@@ -62,6 +63,8 @@ class ModelState:
     """For each parameter that other stages or ranks may share, by name, the key that all of them know it by."""
     module: nn.Module | None = None
     """A plain module in place of stages."""
+    rows: Mapping[str, TensorRows] = field(default_factory=dict)
+    """This rank's rows of parameters that are in no stage, by the names of the whole ones: those of a spread vocabulary."""
     pipeline: Pipeline | None = None
     """The pipeline that the stages belong to; its place in the random streams is saved and loaded too."""
 
@@ -71,13 +74,9 @@ class ModelState:
             return model
         if isinstance(model, nn.Module):
             return cls(module=model)
-        if model.vocabulary is not None:
-            raise CheckpointError(
-                "Checkpoints cannot save or load a pipeline whose vocabulary is spread over its ranks: save the state dicts of its stages "
-                "and the weights that pipe.gather_vocabulary() returns"
-            )
         stages = {index: part for index in model.stages if (part := model.partition.parts[index]) is not None}
-        return cls(stages, model.shared.place, pipeline=model)
+        rows = {} if model.vocabulary is None else model.vocabulary.row_shards()
+        return cls(stages, model.shared.place, rows=rows, pipeline=model)
 
     def layers(self) -> list[tuple[str, nn.Module]]:
         """The layers, each with the prefix of its names; a plain module is one layer without a prefix."""
@@ -87,11 +86,12 @@ class ModelState:
         return [(f"{name}.", layer) for part in parts for name, layer in zip(part.layers, part.modules, strict=True)]
 
     def values(self) -> dict[str, Any]:
-        """All parameters, persistent buffers and extra state by name. The tensors are the model's own."""
-        return {strip_wrappers(prefix + key): value for prefix, layer in self.layers() for key, value in layer.state_dict().items()}
+        """All parameters, persistent buffers and extra state by name. The tensors are the model's own; some are rows of a whole one."""
+        values = {strip_wrappers(prefix + key): value for prefix, layer in self.layers() for key, value in layer.state_dict().items()}
+        return values | {name: shard.with_rows(shard.rows.detach()) for name, shard in self.rows.items()}
 
     def load(self, values: Mapping[str, Any]) -> None:
-        """Load values into all layers through their `load_state_dict`, so that hooks run."""
+        """Load values into all layers through their `load_state_dict`, so that hooks run. Rows were read into the model's own."""
         for prefix, layer in self.layers():
             layer.load_state_dict({key: values[strip_wrappers(prefix + key)] for key in layer.state_dict()})
 
@@ -101,7 +101,13 @@ class ModelState:
         for prefix, layer in self.layers():
             for name, parameter in layer.named_parameters(remove_duplicate=False):
                 names.setdefault(id(parameter), strip_wrappers(prefix + name))
+        for name, shard in self.rows.items():
+            names.setdefault(id(shard.rows), name)
         return names
+
+    def list_shards(self) -> dict[int, TensorRows]:
+        """The parameters that are rows of a whole one, by object identity."""
+        return {id(shard.rows): shard for shard in self.rows.values()}
 
     def parameter_names(self) -> ParameterNames:
         """All names of this rank's parameters, for `find_ties` to combine with those of the other ranks."""
@@ -114,6 +120,8 @@ class ModelState:
             for k, (name, parameter) in enumerate(parameters):
                 key = keys.setdefault(id(parameter), self.shared.get(name, (stage, k)))
                 names.setdefault(key, []).append(((stage, k), strip_wrappers(name)))
+        for k, (name, shard) in enumerate(self.rows.items()):
+            names.setdefault(keys.setdefault(id(shard.rows), name), []).append(((0, k), name))
         return names
 
     # Of a pipeline ----------------------------------------------------------------------------------------------------
@@ -189,19 +197,40 @@ def name_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[li
     return [([names[id(parameter)] for parameter in group], group) for group in groups]
 
 
-def optimizer_state(optimizers: Optimizers, names: Mapping[int, str]) -> tuple[dict[str, Any], Aliases]:
-    """The state of all optimizers in the flattened form. An option with the same value for many parameters is there once, with aliases."""
+def optimizer_state(
+    optimizers: Optimizers, names: Mapping[int, str], shards: Mapping[int, TensorRows] | None = None
+) -> tuple[dict[str, Any], Aliases]:
+    """The state of all optimizers in the flattened form. An option with the same value for many parameters is there once, with aliases.
+
+    `names`, and `shards` for parameters that are rows of a whole one, are by object identity.
+    """
     state: dict[str, Any] = {}
     options: dict[str, Any] = {}
     for optimizer in list_optimizers(optimizers):
         packed = optimizer.state_dict()
-        for group, (parameters, _) in zip(packed["param_groups"], name_groups(optimizer, names), strict=True):
+        for group, (parameters, own) in zip(packed["param_groups"], name_groups(optimizer, names), strict=True):
             shared = {key: wrap_collection(value) for key, value in group.items() if key not in _NOT_OPTIONS}
-            for index, name in zip(group["params"], parameters, strict=True):
-                state |= {f"{STATE}{name}.{key}": wrap_collection(value) for key, value in packed["state"].get(index, {}).items()}
+            for index, name, parameter in zip(group["params"], parameters, own, strict=True):
+                kept = packed["state"].get(index, {})
+                if shards and id(parameter) in shards:
+                    kept = {key: _shard_state(f"{name}.{key}", value, shards[id(parameter)]) for key, value in kept.items()}
+                state |= {f"{STATE}{name}.{key}": wrap_collection(value) for key, value in kept.items()}
                 options |= {f"{OPTIONS}{name}.{key}": value for key, value in shared.items()}
     distinct, aliases = _merge_equal(options)
     return state | distinct, aliases
+
+
+def _shard_state(name: str, value: Any, parameter: TensorRows) -> Any:
+    """The state that an optimizer keeps for rows of a parameter, as the same rows of the whole state."""
+    if not isinstance(value, Tensor) or not value.dim():
+        return value
+    if value.shape != parameter.rows.shape:
+        raise CheckpointError(
+            f"the optimizer keeps {name} of shape {list(value.shape)} for {len(parameter.rows)} rows of a parameter of shape "
+            f"{list(parameter.shape)}, and not one value per element, which cannot be saved for a vocabulary that is spread over ranks: "
+            "use another optimizer, or save without it"
+        )
+    return parameter.with_rows(value)
 
 
 def _merge_equal(options: Mapping[str, Any]) -> tuple[dict[str, Any], Aliases]:
@@ -348,7 +377,7 @@ class TrainingState:
         if missing is not None:
             raise CheckpointError(f"{missing} is on the meta device and has no values to save")
         names = {ident: first.get(name, name) for ident, name in self.model.list_first_names().items()}
-        optimizer, aliases = optimizer_state(self.optimizer, names)
+        optimizer, aliases = optimizer_state(self.optimizer, names, self.model.list_shards())
         state: dict[str, Any] = {"model": values, "optimizer": optimizer}
         state[f"random.{rank}"] = (capture_random_state(),)
         if rank == 0:
@@ -362,7 +391,8 @@ class TrainingState:
         """The destinations to read into, by key: tensors, of which the model's are its own; and values that can be rejected first."""
         first_names = self.model.list_first_names()
         groups = [group for optimizer in list_optimizers(self.optimizer) for group in name_groups(optimizer, first_names)]
-        state = reader.allocate_optimizer({name: parameter for group in groups for name, parameter in zip(*group, strict=True)})
+        shards, named = self.model.list_shards(), (pair for group in groups for pair in zip(*group, strict=True))
+        state = reader.allocate_optimizer({name: shards.get(id(parameter), parameter) for name, parameter in named})
         options = {key: state.pop(key) for key in list(state) if key.startswith(f"optimizer.{OPTIONS}")}
         tensors: dict[str, Any] = {f"model.{name}": value for name, value in self.model.values().items()}
         return tensors | state, options | dict.fromkeys((*self.list_others(), "training", f"random.{rank}"))
@@ -380,8 +410,9 @@ class TrainingState:
         """Load the model, the optimizers and the random state."""
         entries = {key.removeprefix("model."): unwrap_collection(value) for key, value in tensors.items() if key.startswith("model.")}
         self.model.load(entries)
+        state = _list_optimizer_entries({key: value.rows if isinstance(value, TensorRows) else value for key, value in tensors.items()})
         for optimizer in list_optimizers(self.optimizer):
-            load_optimizer(optimizer, self.model.list_first_names(), _list_optimizer_entries(tensors) | _list_optimizer_entries(values))
+            load_optimizer(optimizer, self.model.list_first_names(), state | _list_optimizer_entries(values))
         self.model.set_stream_position(values["training"][0])
         set_random_state(values[f"random.{rank}"][0])
 

@@ -17,6 +17,12 @@ clock = time.perf_counter_ns
 """Nanoseconds on a clock that all processes of a machine share."""
 
 
+def mark_time() -> Any:
+    """The present moment: of this thread's stream, as an event for `ActionTimer.times`, or of the host's clock without a GPU."""
+    event = record_event()
+    return clock() if event is None else event
+
+
 class ActionTimer:
     """When each action of a step begins and ends on the GPU, told on the host's clock.
 

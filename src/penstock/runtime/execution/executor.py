@@ -112,6 +112,8 @@ class Executor:
         self.watch = activity.watch = create_timer(len(self.actions)) if self.recording else None
         if self.graphs is not None:
             self.graphs.begin_step(bool(self.autocast))
+        if self.links.spread is not None:
+            self.links.spread.vocabulary.record_times(self.recording)
         try:
             self.links.begin_step()
             # The backward of a device runs on this thread: handing it to another one takes longer than a small layer.
@@ -193,7 +195,8 @@ class Executor:
         """An action of a spread vocabulary, a copy of an activation, or an action of a whole stage."""
         if action.kind.is_spread:
             assert self.links.spread is not None
-            return self._leave_autocast(self.links.spread.operation(action, self.compute))
+            operation = self._leave_autocast(self.links.spread.operation(action, self.compute))
+            return self.data.wrap_outside(operation) if action.kind is Kind.T else operation
         moves = self.compute.moves if action.kind.is_copy else None
         return self.data.operation(action.kind, action.stage) if moves is None else moves.operation(action)
 

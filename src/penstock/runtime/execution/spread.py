@@ -29,7 +29,7 @@ class SpreadOperations:
     """
 
     def __init__(self, vocabulary: SpreadVocabulary, stages: int, *, training: bool) -> None:
-        self.embedding, self.head = vocabulary.embedding, vocabulary.head
+        self.vocabulary, self.embedding, self.head = vocabulary, vocabulary.embedding, vocabulary.head
         self._stages, self._training = stages, training
         self._forms: dict[int, Tensor] = {}
         """For each microbatch whose last forward has run, the output in that form, cut off from its graph."""
@@ -48,7 +48,7 @@ class SpreadOperations:
 
     def finish_evaluation(self, step_input: StepInput) -> None:
         """Note the losses at the end of a step without gradients, in which no T waits for them."""
-        if self.head is not None and not self._training:
+        if self.head is not None and not self._training and step_input.targets is not None:
             for microbatch in range(len(step_input.args)):
                 self._note_loss(self.head, microbatch, step_input)
 
@@ -64,7 +64,7 @@ class SpreadOperations:
     def take_embeddings(self, microbatch: int) -> Tensor:
         """The input of stage 0. Waits for the COMBINE."""
         assert self.embedding is not None
-        return self.embedding.take_output(microbatch).requires_grad_(self._training)
+        return self.embedding.take_output(microbatch).requires_grad_(self._training and not self.embedding.frozen)
 
     def take_output_gradients(self, microbatch: int) -> list[Tensor]:
         """The gradient of the last stage's output, if it has one. Waits for the COMBINE."""
@@ -97,7 +97,10 @@ class SpreadOperations:
             tokens: Tensor = compute.step_input.args[microbatch][0]
             gradient: Tensor | None = None
             if register is not None:
-                (gradient,), values[register] = values[register], EMPTY
+                gradients, values[register] = values[register], EMPTY
+                gradient = gradients[0] if gradients else None
+            if layer.frozen:
+                gradient = layer.weight.new_empty(0)
             if gradient is None:  # on another rank; or zero, because stage 0 does not use its input
                 fill = torch.empty if register is None else torch.zeros
                 gradient = fill(*tokens.shape, layer.weight.shape[1], dtype=layer.weight.dtype, device=layer.weight.device)
@@ -112,13 +115,19 @@ class SpreadOperations:
 
                 def run_share() -> None:
                     feed = compute.step_input
-                    targets = _get_targets(compute.step_input, microbatch)
-                    scale = feed.scales[microbatch] * feed.factor
-                    layer.run_share(microbatch, targets, scale / _count(layer, targets).clamp(min=1), gradients=self._training)
+                    logits: Tensor | None
+                    if feed.targets is None:
+                        logits = layer.compute_logits(microbatch)
+                    else:
+                        targets = _get_targets(feed, microbatch)
+                        weights = feed.scales[microbatch] * feed.factor / _count(layer, targets).clamp(min=1)
+                        logits = layer.run_share(microbatch, targets, weights, gradients=self._training, outputs=feed.outputs)
+                    if feed.outputs and logits is not None:
+                        feed.share.logits[microbatch] = logits
 
                 return run_share
             case Kind.COMBINE:
-                return partial(layer.join_combine, microbatch)
+                return lambda: layer.join_nothing() if compute.step_input.targets is None else layer.join_combine(microbatch)
             case Kind.T:
 
                 def add_weight_gradients() -> None:
@@ -129,14 +138,28 @@ class SpreadOperations:
         values, last = compute.registers.values, self._stages - 1
         register = compute.links.output_targets(last, microbatch)[0] if is_owner else None
 
+        def take_hidden() -> Any:
+            assert register is not None
+            message, values[register] = values[register], EMPTY
+            return message.value if isinstance(message, GuardedMessage) else message
+
+        def broadcast_alone() -> None:
+            """Without targets, whose shape is that of the hidden tensor but for the last dimension, which other ranks know too."""
+            hidden, size = None if register is None else take_hidden(), layer.weight.shape[1]
+            if register is not None and (not isinstance(hidden, Tensor) or hidden.shape[-1:] != (size,)):
+                raise ScheduleError(f"the last stage returned {_describe(hidden)}: the head takes a tensor whose last dimension is {size}")
+            layer.join_broadcast_of_any_shape(microbatch, None if hidden is None else hidden.to(layer.weight.dtype))
+
         def broadcast() -> None:
+            if compute.step_input.targets is None:
+                broadcast_alone()
+                return
             targets, weight = _get_targets(compute.step_input, microbatch), layer.weight
             shape = (*targets.shape, weight.shape[1])
             if register is None:
                 layer.join_broadcast(microbatch, torch.empty(shape, dtype=weight.dtype, device=weight.device))
                 return
-            message, values[register] = values[register], EMPTY
-            hidden = message.value if isinstance(message, GuardedMessage) else message
+            hidden = take_hidden()
             if not isinstance(hidden, Tensor) or hidden.shape != shape:
                 raise ScheduleError(
                     f"the last stage returned {_describe(hidden)}: for its targets the head takes a tensor of {list(shape)}"

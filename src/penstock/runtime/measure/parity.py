@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,8 @@ from penstock.runtime.model.random_streams import draw_from, preserve_random_sta
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.model.transforms import Recomputed
 from penstock.runtime.parallel.data_parallel import DataParallel
+from penstock.runtime.parallel.spread_vocabulary import SpreadVocabulary
+from penstock.runtime.parallel.whole_ends import WholeEnds, preserve_gradients
 from penstock.runtime.tensors.boundary import copy_tensor
 from penstock.runtime.torch_internals import pytree
 
@@ -127,6 +130,7 @@ class ComparedPipeline(Protocol):
     loss: Loss
     data: DataParallel
     seed: int | None
+    vocabulary: SpreadVocabulary | None
 
     def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
@@ -146,8 +150,8 @@ class _StepOutcome:
     """The names of other things that are not as they should be."""
 
     @classmethod
-    def collect(cls, loss: Tensor | None, parameters: Iterable[tuple[str, nn.Parameter]], parts: Mapping[int, Part]) -> _StepOutcome:
-        grads = {name: parameter.grad for name, parameter in parameters}
+    def collect(cls, loss: Tensor | None, gradients: Iterable[tuple[str, Tensor | None]], parts: Mapping[int, Part]) -> _StepOutcome:
+        grads = dict(gradients)
         numbers = {"loss": loss, **{name: _make_dense(grad) for name, grad in grads.items()}}
         return cls(
             numbers,
@@ -182,15 +186,17 @@ def compare_step(pipeline: ComparedPipeline, run: Callable[[StepInput], Tensor |
     if feed.slices is None:  # slices are compared by what they compute
         wrong = [f"microbatch {k}: structure" for k in range(len(feed.args)) if not _is_same_piece(feed, pieces, k)]
     mine_parts = {stage: parts[stage] for stage in pipeline.stages}
-    with preserve_state([layer for part in mine_parts.values() for layer in part.modules]):
+    with preserve_gradients(pipeline.vocabulary), preserve_state([layer for part in mine_parts.values() for layer in part.modules]):
         pipeline.gather("kept", None)  # no rank changes a module that another has yet to capture
         pipeline.data.copy_buffers()
         references = _build_reference_parts(pipeline, parts, mine_parts)
         again = _copy_parts(references)
+        ends = None if pipeline.vocabulary is None else WholeEnds.gather(pipeline.vocabulary, pipeline.gather)
+        ends_again = None if ends is None else ends.copy()
         before = get_rng_state()
         own = _run_step(pipeline, mine_parts, run, feed)
         after = get_rng_state()
-    loop = _Reference(pipeline, references, replace(pieces, scales=feed.microbatch_scales, seed=feed.seed, first=feed.first))
+    loop = _Reference(pipeline, references, replace(pieces, scales=feed.microbatch_scales, seed=feed.seed, first=feed.first), ends)
     if not _is_random_state_right(pipeline, loop, before, after):
         own.mismatches.append(f"random state of rank {pipeline.rank}")
     own.mismatches += wrong
@@ -200,7 +206,7 @@ def compare_step(pipeline: ComparedPipeline, run: Callable[[StepInput], Tensor |
     compared = compare_numbers("microbatch loop", numbers, pipeline.data.sum_values(loop.outcome.numbers), others)
     if pipeline.batches.weight is not None:
         return Parity(compared, None)
-    whole = _Reference(pipeline, again, _join_batch(pipeline.data.ranks, batch, feed))
+    whole = _Reference(pipeline, again, _join_batch(pipeline.data.ranks, batch, feed), ends_again)
     return Parity(compared, compare_numbers("whole batch", numbers, pipeline.data.sum_values(whole.outcome.numbers)))
 
 
@@ -214,9 +220,14 @@ def _run_step(
     for _, parameter in pipeline.local_parameters():
         parameter.grad = None
     pipeline.gather("cleared", None)  # no rank adds to a gradient that another has yet to clear
-    outcome = _StepOutcome.collect(run(feed), pipeline.local_parameters(), parts)
+    loss = run(feed)
+    outcome = _StepOutcome.collect(loss, _list_gradients(pipeline.local_parameters()), parts)
     pipeline.gather("noted", None)  # no rank restores a value that another has yet to collect
     return outcome
+
+
+def _list_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor | None]]:
+    return ((name, parameter.grad) for name, parameter in parameters)
 
 
 def _make_dense(grad: Tensor | None) -> Tensor | None:
@@ -347,8 +358,9 @@ def _detach_attributes(modules: Sequence[nn.Module]) -> Iterator[None]:
 class _Reference:
     """Runs forward and backward of all stages, one microbatch after the other, and keeps what they compute and leave behind."""
 
-    def __init__(self, pipeline: ComparedPipeline, parts: Sequence[Part], feed: StepInput) -> None:
-        self.pipeline, self.parts, self.feed = pipeline, parts, feed
+    def __init__(self, pipeline: ComparedPipeline, parts: Sequence[Part], feed: StepInput, ends: WholeEnds | None) -> None:
+        """`ends` are those that are spread over the ranks and so in no stage."""
+        self.pipeline, self.parts, self.feed, self.ends = pipeline, parts, feed, ends
         self.draws: set[int] = set()
         """The stages that draw random numbers."""
         for part in parts:
@@ -356,7 +368,10 @@ class _Reference:
         with preserve_random_state(), torch.enable_grad():
             loss = self._run()
             self.random_state = get_rng_state()
-        self.outcome = _StepOutcome.collect(loss, (named for part in parts for named in part.parameters), dict(enumerate(parts)))
+        gradients = _list_gradients(named for part in parts for named in part.parameters)
+        if ends is not None:
+            gradients = chain(gradients, ends.list_gradients())
+        self.outcome = _StepOutcome.collect(loss, gradients, dict(enumerate(parts)))
 
     def _run(self) -> Tensor | None:
         """Run all microbatches and return the loss."""
@@ -384,6 +399,8 @@ class _Reference:
         outputs: dict[int, Any] = {}
         for stage, part in enumerate(self.parts):
             inputs = [outputs[other] for other in sorted(graph.inputs_of(stage), reverse=True)]
+            if stage == 0 and self.ends is not None and self.ends.embedding is not None:
+                inputs = [self.ends.embedding(*feed.args[microbatch])]
             kwargs = feed.kwargs[stage][microbatch] if stage in feed.kwargs else {}
             staged = Stage(stage, part.module, unpack=part.unpack)
             if feed.seed is not None:
@@ -392,7 +409,8 @@ class _Reference:
                 outputs[stage] = unwrap_stage_output(
                     staged.run(inputs, kwargs) if inputs else part.module(*feed.args[microbatch], **kwargs)
                 )
-        return outputs[len(self.parts) - 1]
+        output = outputs[len(self.parts) - 1]
+        return output if self.ends is None or self.ends.head is None else self.ends.head(output)
 
     @contextmanager
     def _watch_random_state(self, stage: int) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ class StepTimes:
     """For each message, when it was sent (on the sender's clock), asked for, and there."""
     collectives: list[tuple[int, int, int]] = field(default_factory=list)
     """For each all-gather, reduction and copy to or from the host: the index of the action that started it, its start, and when its end
-    was noticed."""
+    was noticed. For each collective of all ranks: the action that joined it, when this rank's part began, and when it ended."""
 
     @classmethod
     def of(cls, executor: Executor) -> StepTimes:
@@ -50,6 +51,13 @@ class StepTimes:
             received = {route: list(zip(*three, strict=True)) for route, three in columns.items()}
         collectives = list(executor.data.collectives(actions, begun, ended))
         collectives += [(at, begun[at], ended[at]) for at, action in enumerate(actions) if action.kind.is_copy]
+        if executor.links.spread is not None:
+            times = executor.links.spread.vocabulary.list_times()
+            starts, ends = [first for first, _ in times], [last for _, last in times]
+            if watch is not None:
+                starts, ends = watch.times(starts), watch.times(ends)
+            joins = [at for at, action in enumerate(actions) if action.kind.is_join]
+            collectives += zip(joins, starts, ends, strict=True)
         return cls(begun, ended, received, collectives)
 
 
@@ -95,8 +103,17 @@ def build_timeline(program: Program, ranks: Sequence[StepTimes], ahead: Sequence
         for at, begun, ended in times.collectives:
             node = int(program.rows.group_offsets[rank]) + at
             collective_start[node], collective_end[node] = ((time - ahead[rank] - zero) / 1e9 for time in (begun, ended))
+    _start_meetings(program, collective_start, collective_end)
     costs = measure_costs(program, start, end, arrive - depart, collective_end - collective_start)
     return Timeline(program, costs, start, end, depart, arrive, collective_start, collective_end, source="measured", units=Units("s"))
+
+
+def _start_meetings(program: Program, start: Floats, end: Floats) -> None:
+    """Let each collective of all ranks start when the last rank's part of it began: all have joined it, and the one before has ended."""
+    graph = Flat(program).graph()
+    for low, high in pairwise(graph.meet_at.tolist()):
+        joins = graph.join[low:high]
+        start[joins] = np.minimum(start[joins].max(), end[joins])
 
 
 def _transfers(program: Program, ranks: Sequence[StepTimes], ahead: Sequence[int], zero: float) -> tuple[Floats, Floats]:

@@ -21,6 +21,11 @@ class SpreadEnds:
     head: tuple[str, nn.Linear] | None
 
     @property
+    def are_tied(self) -> bool:
+        """Whether both ends are spread and have one weight."""
+        return self.embedding is not None and self.head is not None and self.embedding[1].weight is self.head[1].weight
+
+    @property
     def names(self) -> list[str]:
         return [end[0] for end in (self.embedding, self.head) if end is not None]
 
@@ -89,8 +94,6 @@ def _describe(name: str, layer: nn.Module) -> str:
 
 def _check_weights(name: str, layer: nn.Module) -> None:
     for kind, parameter in layer.named_parameters():
-        if not parameter.requires_grad:
-            raise PlacementError(f"{name}.{kind} is frozen: a vocabulary that is spread over the ranks is trained; set requires_grad")
         if parameter.is_meta:
             raise PlacementError(f"{name}.{kind} is on the meta device: a vocabulary that is spread over the ranks needs its values")
     if has_forward_hooks(layer) or not all(type(parameter) is nn.Parameter for parameter in layer.parameters()) or list(layer.children()):
@@ -98,11 +101,18 @@ def _check_weights(name: str, layer: nn.Module) -> None:
 
 
 def _check_ties(ends: SpreadEnds, layers: Mapping[str, nn.Module]) -> None:
-    """Refuse an end whose weight another layer has too."""
+    """Refuse an end whose weight a layer has that is not spread."""
+    names = list(layers)
     for name in ends.names:
         own = {id(parameter) for parameter in layers[name].parameters()}
-        other = next((n for n, layer in layers.items() if n != name and any(id(p) in own for p in layer.parameters())), None)
+        other = next((n for n, layer in layers.items() if n not in ends.names and any(id(p) in own for p in layer.parameters())), None)
+        if other in (names[0], names[-1]):
+            raise PlacementError(
+                f"{name!r} shares its weight with {other!r}, but only {name!r} is spread over the ranks: spread both, with "
+                "ps.Vocabulary(embedding=True, head=True), or give each its own"
+            )
         if other is not None:
             raise PlacementError(
-                f"{name!r} shares its weight with {other!r}: tied layers cannot be spread over the ranks; give each its own"
+                f"{name!r} shares its weight with {other!r}, which is in a stage: only the embedding and the head can be spread over the "
+                "ranks; give each its own"
             )

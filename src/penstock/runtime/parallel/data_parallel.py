@@ -7,7 +7,7 @@ buffers of the first data rank; after it they sum the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,6 +38,8 @@ from penstock.runtime.transport.group import Operation, do_nothing
 from penstock.runtime.transport.subgroup import ProcessSubgroup
 
 _BACKWARD = (Kind.B, Kind.I, Kind.W)
+_OUTSIDE = -1
+"""Stands for a stage among those that gradients are summed for: the parameters that are in no stage."""
 
 
 class DataParallel:
@@ -47,13 +49,21 @@ class DataParallel:
     finalize its gradients), `settle` when a training step has succeeded, `finish_evaluation` after an evaluation, and `reset` when a step
     has failed. When ranks were lost or have come back it calls `regroup`, and then `start` if some have come back. The executor asks for
     `operation` and `around` when it resolves the program.
-    `dtype` is what gradients are accumulated in; None for the parameters' own.
+    `dtype` is what gradients are accumulated in; None for the parameters' own. `outside` are parameters that are in no stage, a rank's rows
+    of a spread vocabulary: data ranks hold the same, and sum their gradients when the step ends.
     """
 
     def __init__(
-        self, mesh: PipelineMesh | None, stages: Mapping[int, Stage], *, shard: Shard, dtype: torch.dtype | None, deadline: float
+        self,
+        mesh: PipelineMesh | None,
+        stages: Mapping[int, Stage],
+        *,
+        shard: Shard,
+        dtype: torch.dtype | None,
+        deadline: float,
+        outside: Iterable[nn.Parameter] = (),
     ) -> None:
-        self.mesh, self.stages, self.deadline = mesh, stages, deadline
+        self.mesh, self.stages, self.deadline, self._outside = mesh, stages, deadline, list(outside)
         self.group: ProcessSubgroup | None
         self.group, self.rank, self.ranks = _use_if_several(None if mesh is None else mesh.data)
         self.sharded = find_sharded_stages({index: stage.module for index, stage in stages.items()}, deadline)
@@ -70,7 +80,7 @@ class DataParallel:
         self._finalizes = True
         """Whether the REDUCE_GRAD actions of this step sum gradients; if not, they leave it to a later step."""
         modules = {index: stage.module for index, stage in stages.items()}
-        self.replicated = ReplicatedTensors(modules, {index: self._list_managed(index) for index in stages})
+        self.replicated = ReplicatedTensors(modules, {index: self._list_managed(index) for index in stages}, self._outside)
         self.start()
 
     @property
@@ -190,14 +200,20 @@ class DataParallel:
         parameters: dict[int, list[nn.Parameter]] = {}
         for index in reversed(reduces):
             skip, own = seen | self._list_managed(index), self.stages[index].module.parameters()
-            parameters[index] = [p for p in own if (p.requires_grad or self.replicas.is_postponed(p)) and id(p) not in skip]
+            parameters[index] = [p for p in own if self._has_gradients(p) and id(p) not in skip]
             seen |= {id(p) for p in parameters[index]}
+        parameters[_OUTSIDE] = list(filter(self._has_gradients, self._outside))
         return parameters
+
+    def _has_gradients(self, parameter: nn.Parameter) -> bool:
+        return parameter.requires_grad or self.replicas.is_postponed(parameter)
 
     @torch.no_grad()
     def finish(self, shared: Collection[int] = ()) -> None:
         """End a training step; `shared` are the ids of parameters that other ranks of the pipeline hold too."""
         self.finish_evaluation()
+        if self._outside and self.group is not None:
+            self._reduce(_OUTSIDE)
         with self.notice_losses("the gradients of other data ranks"):
             self.replicas.finish(self.deadline, shared)
 
@@ -296,6 +312,17 @@ class DataParallel:
 
         return accumulate
 
+    def wrap_outside(self, operation: Operation) -> Operation:
+        """Wrap an action that adds to gradients of parameters in no stage: accumulate these in higher precision after it."""
+        if self.dtype is None:
+            return operation
+
+        def accumulate() -> None:
+            operation()
+            self.replicas.accumulate(self._outside)
+
+        return accumulate
+
     def _wrap_sharded(self, kind: Kind, stage: int, sharded: ShardedStage, operation: Operation) -> Operation:
         assert self.mesh is not None
         refresh, activity = self.stages[stage].refresh, self.mesh.whole.activity(self.mesh.whole.rank)
@@ -381,11 +408,11 @@ class SameOnDataRanks:
 class ReplicatedTensors:
     """The parameters and buffers that every data rank holds in full: all get the values of the first data rank.
 
-    `modules` are this rank's by stage, and `managed` the ids of their parameters that are sharded.
+    `modules` are this rank's by stage, `managed` the ids of their parameters that are sharded, and `outside` the parameters in no stage.
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module], managed: Mapping[int, set[int]]) -> None:
-        self._modules, self._managed = modules, managed
+    def __init__(self, modules: Mapping[int, nn.Module], managed: Mapping[int, set[int]], outside: Sequence[nn.Parameter] = ()) -> None:
+        self._modules, self._managed, self._outside = modules, managed, outside
         self._versions: dict[int, int] = {}
         """The version of each buffer when the data ranks had the same values, by id."""
 
@@ -393,7 +420,8 @@ class ReplicatedTensors:
         """Return all parameters and buffers."""
         buffers = [buffer for part in self._list_buffered() for buffer in part.buffers(recurse=False)]
         named = ((self._managed.get(index, ()), p) for index, module in self._modules.items() for p in module.parameters())
-        return buffers + [parameter.detach() for managed, parameter in named if id(parameter) not in managed]
+        own = [parameter for managed, parameter in named if id(parameter) not in managed]
+        return buffers + [parameter.detach() for parameter in (*own, *self._outside)]
 
     def _list_buffered(self) -> Iterator[nn.Module]:
         """Yield the modules with buffers; also those of sharded stages, whose buffers torch leaves as they are on each rank."""

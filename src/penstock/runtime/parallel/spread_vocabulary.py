@@ -33,8 +33,10 @@ from penstock.runtime.parallel.vocabulary import (
     SpreadHead,
     ThreadLane,
 )
+from penstock.runtime.tensors.tensor_rows import TensorRows
 from penstock.runtime.transport.group import Group
 from penstock.runtime.transport.processes import Processes
+from penstock.runtime.transport.subgroup import ProcessSubgroup
 from penstock.runtime.transport.threads import VirtualGroup
 
 _WAIT = "all ranks to join a collective of the vocabulary"
@@ -53,41 +55,65 @@ class SpreadVocabulary:
         lane: CollectiveLane = self._open_lane()
         self._lane: CollectiveLane | None = lane
         """None after a failure, until the next step."""
-        self._names = {"embedding": "", "head": ""}
+        self.names = {"embedding": "", "head": ""}
+        """The names of the two layers in the model."""
+        self.are_tied = ends.are_tied
+        """Whether both share one weight."""
         self._rows = {"embedding": 0, "head": 0}
         self.stages = table.stages
         self.embedding: SpreadEmbedding | None = None
         self.head: SpreadHead | None = None
         rank_of = table.placement.rank_of
         if ends.embedding is not None:
-            self._names["embedding"], words = ends.embedding
+            self.names["embedding"], words = ends.embedding
             self._rows["embedding"] = len(words.weight)
             self.embedding = SpreadEmbedding(words.weight, lane=lane, owner=rank_of(0, 0), padding_idx=words.padding_idx)
         if ends.head is not None:
             assert entropy is not None
-            self._names["head"], linear = ends.head
+            self.names["head"], linear = ends.head
             self._rows["head"] = len(linear.weight)
             ignored = entropy.ignore_index
-            self.head = SpreadHead(linear.weight, linear.bias, lane=lane, owner=rank_of(table.stages - 1, 0), ignore_index=ignored)
+            rows = self.embedding if self.are_tied and self.embedding is not None else linear.weight
+            self.head = SpreadHead(rows, linear.bias, lane=lane, owner=rank_of(table.stages - 1, 0), ignore_index=ignored)
 
     # Parameters -------------------------------------------------------------------------------------------------------
 
     def _list_rows(self) -> Iterator[tuple[str, Place, slice, nn.Parameter]]:
-        """The name of each whole parameter, its place behind or before all stages, this rank's rows of it, and these."""
+        """The name of each whole parameter, its place behind or before all stages, this rank's rows of it, and these.
+
+        A weight that both ends share has the embedding's name.
+        """
         if self.embedding is not None:
-            yield f"{self._names['embedding']}.weight", (-1, self.embedding.first), self.embedding.rows, self.embedding.weight
+            yield f"{self.names['embedding']}.weight", (-1, self.embedding.first), self.embedding.rows, self.embedding.weight
         if self.head is not None:
-            yield f"{self._names['head']}.weight", (self.stages, self.head.first), self.head.rows, self.head.weight
+            if not self.are_tied:
+                yield f"{self.names['head']}.weight", (self.stages, self.head.first), self.head.rows, self.head.weight
             if self.head.bias is not None:
-                yield f"{self._names['head']}.bias", (self.stages + 1, self.head.first), self.head.rows, self.head.bias
+                yield f"{self.names['head']}.bias", (self.stages + 1, self.head.first), self.head.rows, self.head.bias
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's rows under the model's own names with the numbers of the rows: `embedding.weight[0:1000]`."""
         return ((f"{name}[{rows.start}:{rows.stop}]", parameter) for name, _, rows, parameter in self._list_rows())
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's rows."""
+        return (parameter for _, parameter in self.named_parameters())
+
     def places(self) -> dict[str, Place]:
         """The place of each of these parameters in the order of the model."""
         return {f"{name}[{rows.start}:{rows.stop}]": place for name, place, rows, _ in self._list_rows()}
+
+    def describe_rows(self) -> dict[str, tuple[str, slice]]:
+        """The name of the whole parameter and the place in it of each of these parameters."""
+        return {f"{name}[{rows.start}:{rows.stop}]": (name, rows) for name, _, rows, _ in self._list_rows()}
+
+    def row_shards(self) -> dict[str, TensorRows]:
+        """This rank's rows under the names of the whole parameters; a weight that both ends share has both names, as in a state dict."""
+        totals = self._rows["embedding"], self._rows["head"]
+        shards = {name: TensorRows(parameter, rows.start, totals[stage >= 0]) for name, (stage, _), rows, parameter in self._list_rows()}
+        if self.are_tied:
+            shards[f"{self.names['head']}.weight"] = shards[f"{self.names['embedding']}.weight"]
+        return shards
 
     def gather_weights(self, gather: Gather) -> dict[str, Tensor]:
         """The whole parameters by name, on every rank."""
@@ -96,29 +122,19 @@ class SpreadVocabulary:
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
-    def begin_step(self, feed: StepInput, entropy: TokenCrossEntropy | None, *, flat: bool) -> None:
+    def begin_step(self, feed: StepInput, entropy: TokenCrossEntropy | None, *, flat: bool, training: bool) -> None:
         """Refuse a batch that shares of a vocabulary cannot be computed for, and open a new lane if the last step has failed.
 
         With `flat`, targets may have one dimension only, as for `torch.nn.functional.cross_entropy`.
         """
         if self.embedding is not None:
-            for args in feed.args:
-                tokens = args[0] if len(args) == 1 else None
-                if not isinstance(tokens, Tensor) or tokens.is_floating_point():
-                    raise ScheduleError(
-                        "every rank has a share of the embedding: give every rank the tokens, as the only positional argument of the step"
-                    )
-                _check_range(tokens, self._rows["embedding"], "token")
+            self._check_tokens(feed, self.embedding)
         if self.head is not None:
             assert entropy is not None
-            if feed.outputs:
-                raise ScheduleError(
-                    "infer and outputs=True return the logits, but no rank has those of a vocabulary that is spread over the ranks: use "
-                    "another pipeline, with the weights of gather_vocabulary()"
-                )
-            if feed.targets is None:
+            feed.share.wants_logits = feed.outputs
+            if feed.targets is None and training:
                 raise ScheduleError("every rank has a share of the head and the loss: give every rank the target of the step")
-            for targets in feed.targets:
+            for targets in feed.targets or ():
                 if not isinstance(targets, Tensor) or targets.is_floating_point():
                     raise ScheduleError("the target of a head that is spread over the ranks is a tensor of token numbers")
                 if flat and targets.dim() != 1:
@@ -127,11 +143,47 @@ class SpreadVocabulary:
                         "output: give loss_fn=TokenCrossEntropy()"
                     )
                 _check_range(targets[targets != entropy.ignore_index], self._rows["head"], "target")
+        if self.head is not None and not training:
+            self._agree_on_targets(feed)
         if self._lane is None:
             self._lane = self._open_lane()
             for layer in (self.embedding, self.head):
                 if layer is not None:
                     layer.restart(self._lane)
+
+    def _check_tokens(self, feed: StepInput, embedding: SpreadEmbedding) -> None:
+        """Refuse a step without the tokens, and rows whose gradient no rank could compute."""
+        if embedding.frozen and embedding.weight.requires_grad:
+            raise ScheduleError(
+                f"the rows of {self.names['embedding']}.weight were frozen when the pipeline was created, so no rank gets their "
+                "gradient: set requires_grad before, and create another pipeline"
+            )
+        for args in feed.args:
+            tokens = args[0] if len(args) == 1 else None
+            if not isinstance(tokens, Tensor) or tokens.is_floating_point():
+                raise ScheduleError(
+                    "every rank has a share of the embedding: give every rank the tokens, as the only positional argument of the step"
+                )
+            _check_range(tokens, self._rows["embedding"], "token")
+
+    def _agree_on_targets(self, feed: StepInput) -> None:
+        """Refuse an evaluation with targets on some ranks only, whose COMBINEs would not fit together."""
+        given: list[bool] = self.group.gather(self.rank, "targets of the vocabulary", feed.targets is not None, self.deadline)
+        if any(given) and not all(given):
+            described = self.group.describe_rank(given.index(False))
+            raise ScheduleError(f"every rank has a share of the head and the loss, but {described} got no target: give all or none one")
+
+    def record_times(self, records: bool) -> None:
+        """Note when the collectives of the next step begin and end, or leave it."""
+        assert self._lane is not None
+        self._lane.times = [] if records else None
+
+    def list_times(self) -> list[tuple[Any, Any]]:
+        """When each collective of the last step, which was recorded, began on this rank and when it ended."""
+        assert self._lane is not None
+        assert self._lane.times is not None
+        self._lane.settle()
+        return self._lane.times
 
     def abandon(self) -> None:
         """Leave a step that has failed. The next one opens a new lane together with all other ranks, which raise the failure too."""
@@ -150,37 +202,36 @@ class SpreadVocabulary:
             virtual.on_join, virtual.before_take = self.group.notify, partial(self._wait_for_threads, self.group, virtual)
             gather("lane of the vocabulary", None)  # nobody asks who has joined before all have a lane
             return virtual
-        if not isinstance(self.group, Processes):
-            raise ScheduleError(
-                "a vocabulary is spread over all ranks of one pipeline in their own order: leave out mesh= and cluster plans"
-            )
+        members = self.group.parent if isinstance(self.group, ProcessSubgroup) else self.group  # of a mesh, or of the pipeline alone
+        if not isinstance(members, Processes):
+            raise ScheduleError("a vocabulary is spread over all ranks of one pipeline in their own order: leave out cluster plans")
         processes = gather("lane of the vocabulary", dist.get_rank())
         if processes != sorted(processes):
             raise ScheduleError(f"a vocabulary is spread over processes in their own order, but the pipeline has {processes}")
         group = dist.new_group(processes, timeout=timedelta(seconds=self.deadline), use_local_synchronization=True)
         lane = ProcessLane(group)
-        lane.before_take = partial(self._wait_for_processes, self.group)
+        lane.before_take = partial(self._wait_for_processes, members)
         return lane
 
     def _wait_for_threads(self, group: VirtualGroup, lane: ThreadLane, collective: JoinedCollective) -> None:
         """Let other virtual ranks run until all have joined; the collective then ends without them."""
         if not lane.have_all_joined(collective):
             group.wait(self.rank, lambda: lane.have_all_joined(collective), _WAIT, self.deadline)
-            self._note_waited()
-        if collective.future.exception() is not None:
+        if collective.future.exception() is not None:  # waits for its end
             group.enter(self.rank, self.deadline)  # raises the failure that has ended the collective
+        self._note_waited()
 
     def _wait_for_processes(self, group: Processes, collective: JoinedCollective) -> None:
-        """Wait for a collective, or until another rank fails."""
+        """Wait for a collective, or until another rank of the group fails, which has all ranks of a mesh."""
         while not collective.future.done():
             wait([collective.future], _LOOK)
             if not collective.future.done():
                 group.check_wait(_WAIT, self.deadline)
-        group.activity(self.rank).waits = None
+        group.activity(group.rank).waits = None
         self._note_waited()
         error = collective.future.exception()
         if isinstance(error, RuntimeError):
-            group.raise_lost(self.rank, _WAIT, error)
+            group.raise_lost(group.rank, _WAIT, error)
 
     def _note_waited(self) -> None:
         """Count the time so far as a wait, not as work."""

@@ -35,11 +35,17 @@ from torch.nn import functional
 
 from penstock.errors import PipelineError
 from penstock.runtime.device.streams import create_streams, record_event, record_use, use_stream, wait_event
+from penstock.runtime.device.timing import mark_time
 from penstock.runtime.torch_internals.tensors import post_accumulate_hooks
+from penstock.runtime.transport.group import do_nothing
 from penstock.text.numbers import format_count
 
 _LOOK = timedelta(seconds=0.2)
 """How long a thread waits for a collective of processes before it looks whether these were abandoned."""
+
+
+_MOST_DIMENSIONS = 8
+"""Of the head's input, if its shape travels with it."""
 
 
 def split_rows(rows: int, ranks: int) -> list[int]:
@@ -75,17 +81,23 @@ class CollectiveLane(ABC):
         """Called by the rank's thread when it has joined a collective."""
         self.before_take: Callable[[JoinedCollective], None] | None = None
         """Called by the rank's thread before it takes the result of a collective, to wait for it in another way; may raise."""
+        self.times: list[tuple[Any, Any]] | None = None
+        """When each collective began on this rank and when it ended, as `mark_time` tells it; None unless these are recorded."""
         self._thread = ThreadPoolExecutor(1, f"collectives of rank {rank}", initializer=use_stream, initargs=(create_streams(2)[1],))
 
     def join(self, work: Callable[[], Any], *tensors: Tensor) -> JoinedCollective:
         """Run `work`, which may do several collectives, when those before it are done; it uses these tensors."""
-        ready = record_event()
+        ready, times = record_event(), self.times
 
         def run() -> tuple[Any, Any]:
             wait_event(ready)
             record_use(tensors)
+            begun = None if times is None else mark_time()
             with torch.no_grad():
-                return work(), record_event()
+                value = work()
+            if times is not None:
+                times.append((begun, mark_time()))
+            return value, record_event()
 
         collective = JoinedCollective(self.joined, self._thread.submit(run))
         self.joined += 1
@@ -101,6 +113,10 @@ class CollectiveLane(ABC):
         wait_event(done)
         record_use(value)
         return value
+
+    def settle(self) -> None:
+        """Wait until all collectives that this rank has joined have ended."""
+        self._thread.submit(do_nothing).result()
 
     @abstractmethod
     def broadcast(self, value: Tensor, source: int) -> Tensor:
@@ -249,7 +265,7 @@ class _RowShard:
     first: int
     """The first of them in the whole weight."""
     weight: nn.Parameter
-    """The rank's rows. T adds to their gradient."""
+    """The rank's rows. T adds to their gradient, unless they are frozen."""
 
     def __init__(self, weight: Tensor | _RowShard, lane: CollectiveLane, owner: int, what: str) -> None:
         if not 0 <= owner < lane.ranks:
@@ -262,10 +278,12 @@ class _RowShard:
             return
         sizes = split_rows(len(weight), lane.ranks)
         self.first = sum(sizes[: lane.rank])
-        self.weight = nn.Parameter(self._take(weight, sizes[lane.rank]))
+        self.weight = self._take(weight, sizes[lane.rank])
 
-    def _take(self, whole: Tensor, count: int) -> Tensor:
-        return whole.detach()[self.first : self.first + count].clone()
+    def _take(self, whole: Tensor, count: int) -> nn.Parameter:
+        """The rank's rows of a weight or bias; frozen if the whole is a frozen parameter."""
+        trained = whole.requires_grad or not isinstance(whole, nn.Parameter)
+        return nn.Parameter(whole.detach()[self.first : self.first + count].clone(), requires_grad=trained)
 
     @property
     def rows(self) -> slice:
@@ -294,7 +312,7 @@ class _Share(NamedTuple):
     hidden: Tensor | None
     """The head's input, one row per token. None without gradients, like the exponentials and the gradient."""
     exponentials: Tensor | None
-    """exp(logit - largest) of the rank's rows."""
+    """exp(logit - largest) of the rank's rows. None if these are frozen, too."""
     largest: Tensor
     total: Tensor
     """The sum of the exponentials."""
@@ -342,10 +360,15 @@ class SpreadHead(_RowShard):
         ignore_index: int = -100,
     ) -> None:
         super().__init__(weight, lane, owner, "last stage")
-        self.bias = None if bias is None else nn.Parameter(self._take(bias, len(self.weight)))
+        self.bias = None if bias is None else self._take(bias, len(self.weight))
         self.ignore_index = ignore_index
         self.dtype = torch.promote_types(self.weight.dtype, torch.float32)
         self.restart(lane)
+
+    @property
+    def _trains(self) -> bool:
+        """Whether T has a gradient to compute."""
+        return self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
 
     def restart(self, lane: CollectiveLane) -> None:
         """Forget all microbatches in progress, after a failure, and join collectives on this lane from now on."""
@@ -358,18 +381,48 @@ class SpreadHead(_RowShard):
 
     def join_broadcast(self, unit: int, hidden: Tensor) -> None:
         """BROADCAST: `hidden` is the head's input on the owner; elsewhere a tensor of its shape and type, which is overwritten."""
+        value = hidden.detach().contiguous()
+        self._join_broadcast(unit, lambda: self.lane.broadcast(value, self.owner), value)
+
+    def join_broadcast_of_any_shape(self, unit: int, hidden: Tensor | None) -> None:
+        """BROADCAST with its shape: `hidden` is the head's input on the owner, and None elsewhere. All ranks must call this one."""
+        value = None if hidden is None else hidden.detach().contiguous()
+
+        def broadcast() -> Tensor:
+            sizes = torch.zeros(1 + _MOST_DIMENSIONS, dtype=torch.int64, device=self.weight.device)
+            if value is not None:
+                sizes[: 1 + value.dim()] = torch.tensor([value.dim(), *value.shape])
+            count, *shape = self.lane.broadcast(sizes, self.owner).tolist()
+            received = self.weight.new_empty(shape[:count]) if value is None else value
+            return self.lane.broadcast(received, self.owner)
+
+        self._join_broadcast(unit, broadcast, *([] if value is None else [value]))
+
+    def _join_broadcast(self, unit: int, work: Callable[[], Tensor], *tensors: Tensor) -> None:
         if unit in self._inputs or unit in self._shares:
             raise PipelineError(f"microbatch {unit} of the spread head is in progress already")
-        value = hidden.detach().contiguous()
-        self._inputs[unit] = self.lane.join(lambda: self.lane.broadcast(value, self.owner), value)
+        self._inputs[unit] = self.lane.join(work, *tensors)
 
-    def run_share(self, unit: int, targets: Tensor, weights: Tensor | float = 1.0, *, gradients: bool = True) -> None:
-        """S: the logits of the rank's rows, and its part of the gradient of the head's input.
+    def compute_logits(self, unit: int) -> Tensor:
+        """S without targets: the logits of the rank's rows, with which the microbatch ends. Every rank joins COMBINE with nothing."""
+        hidden = self.lane.take(self._inputs.pop(unit))
+        with torch.no_grad():
+            return functional.linear(hidden, self.weight, self.bias)
+
+    def join_nothing(self) -> None:
+        """COMBINE without targets."""
+        self.lane.join(do_nothing)
+
+    def run_share(
+        self, unit: int, targets: Tensor, weights: Tensor | float = 1.0, *, gradients: bool = True, outputs: bool = False
+    ) -> Tensor | None:
+        """S: the logits of the rank's rows, which it returns for `outputs`, and its part of the gradient of the head's input.
 
         `weights` is how much the loss of each token counts in the gradients, such as one over the number of tokens for a mean.
         Without `gradients` only losses can be taken, by `take_losses`, and nothing else of the microbatch is kept after COMBINE.
         """
         hidden = self.lane.take(self._inputs.pop(unit))
+        shape = hidden.shape[:-1]
         hidden, targets = hidden.view(-1, hidden.shape[-1]), targets.reshape(-1)
         if len(targets) != len(hidden):
             raise PipelineError(f"microbatch {unit} has {len(hidden)} tokens, but {len(targets)} targets")
@@ -378,14 +431,17 @@ class SpreadHead(_RowShard):
         own, place = self._find(targets)
         own &= counts
         with torch.no_grad():
-            logits = functional.linear(hidden, self.weight, self.bias).to(self.dtype)
+            logits = functional.linear(hidden, self.weight, self.bias)
+            returned = logits.clone().view(*shape, -1) if outputs else None
+            logits = logits.to(self.dtype)
             largest = logits.amax(dim=1)
             picked = torch.where(own, logits.gather(1, place[:, None])[:, 0], 0.0)
             exponentials = logits.sub_(largest[:, None]).exp_()
             gradient = (exponentials.to(self.weight.dtype) @ self.weight).to(self.dtype) if gradients else None
             total = exponentials.sum(dim=1)
-        kept = exponentials if gradients else None
+        kept = exponentials if gradients and self._trains else None
         self._shares[unit] = _Share(hidden if gradients else None, kept, largest, total, picked, gradient, own, place, scale)
+        return returned
 
     def join_combine(self, unit: int) -> None:
         """COMBINE: the largest logit and the sum of exponentials over all rows, the losses, and the gradient of the head's input."""
@@ -426,15 +482,17 @@ class SpreadHead(_RowShard):
     def add_weight_gradients(self, unit: int) -> None:
         """T: add to the gradients of the rank's rows, and let go of the logits. Waits for the COMBINE."""
         combined, share = self.lane.take(self._factors.pop(unit)), self._shares.pop(unit)
+        if share.exponentials is None:  # frozen
+            return
         with torch.no_grad():
-            assert share.exponentials is not None
             assert share.hidden is not None
             errors = share.exponentials.mul_(combined.factor[:, None])
             errors[torch.arange(len(errors), device=errors.device), share.place] -= share.own.to(errors.dtype)
             errors *= share.scale[:, None]
-            if self.bias is not None:
+            if self.bias is not None and self.bias.requires_grad:
                 _add_gradient(self.bias, errors.sum(dim=0))
-            _add_gradient(self.weight, errors.to(self.weight.dtype).t() @ share.hidden)
+            if self.weight.requires_grad:
+                _add_gradient(self.weight, errors.to(self.weight.dtype).t() @ share.hidden)
 
 
 class SpreadEmbedding(_RowShard):
@@ -447,6 +505,8 @@ class SpreadEmbedding(_RowShard):
     def __init__(self, weight: Tensor, *, lane: CollectiveLane, owner: int, padding_idx: int | None = None) -> None:
         super().__init__(weight, lane, owner, "first stage")
         self.padding_idx = padding_idx
+        self.frozen = not self.weight.requires_grad
+        """Whether its rows were frozen from the beginning: then no rank gets the gradient of its output."""
         self.restart(lane)
 
     def restart(self, lane: CollectiveLane) -> None:
@@ -481,13 +541,21 @@ class SpreadEmbedding(_RowShard):
         return output
 
     def join_broadcast(self, unit: int, gradient: Tensor) -> None:
-        """BROADCAST: the gradient of the embeddings from the owner; elsewhere a tensor of its shape and type, which is overwritten."""
+        """BROADCAST: the gradient of the embeddings from the owner; elsewhere a tensor of its shape and type, which is overwritten.
+
+        Frozen rows need none: every rank joins with any tensor, and nothing is sent.
+        """
         value = gradient.detach().contiguous()
+        if self.frozen:
+            self._gradients[unit] = self.lane.join(lambda: value, value)
+            return
         self._gradients[unit] = self.lane.join(lambda: self.lane.broadcast(value, self.owner), value)
 
     def add_weight_gradients(self, unit: int) -> None:
         """T: add to the gradients of the rank's rows. Waits for the BROADCAST."""
         gradient, tokens = self.lane.take(self._gradients.pop(unit)), self._tokens.pop(unit)
+        if not self.weight.requires_grad:
+            return
         own, place = self._find(tokens)
         if self.padding_idx is not None:
             own &= tokens != self.padding_idx

@@ -27,7 +27,7 @@ class Delay:
 
     - `action`: a computation;
     - `message`: from the end of its maker (`action` on rank `source`) to its arrival on `rank`;
-    - `between`: from when everything was there to the start of `action`: sends, gathers of parameters, and overhead of the program;
+    - `between`: from when everything was there to the start of `action`: sends, collectives, and overhead of the program;
     - `after`: from the rank's last computation to its end, and `optimizer`: the optimizer's step;
     - `slack`: the slack of the prediction; `measured` is 0.
     """
