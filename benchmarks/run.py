@@ -39,6 +39,7 @@ SUITES = (
     "vocabulary",
     "uneven",
     "losses",
+    "measured_gains",
     "overhead",
     "split_backward",
     "runtime",
