@@ -23,7 +23,7 @@ from penstock.ir.table import Table
 from penstock.passes.shard import Shard
 from penstock.planner.batches.batch_planner import BatchOrder
 from penstock.runtime.batch import microbatch as mb
-from penstock.runtime.batch.loss import Loss, TokenCrossEntropy
+from penstock.runtime.batch.loss import Loss
 from penstock.runtime.batch.order import apply_order, identify_schedule
 from penstock.runtime.batch.result import ResultShare, StepResult, check_same_step
 from penstock.runtime.batch.slices import SequenceCutter, SequenceDims, SliceLengths
@@ -685,8 +685,7 @@ class Pipeline:
         """Do everything that can refuse a step before it runs, and return its executor, and its input, of all replicas after a loss."""
         count, name = feed.microbatches, "step" if training else "eval_step"
         if self.vocabulary is not None:
-            flat = not isinstance(self.loss.fn, TokenCrossEntropy)
-            self.vocabulary.begin_step(feed, self.loss.find_token_entropy(), flat=flat, training=training)
+            self.vocabulary.begin_step(feed, flat=self.loss.takes_flat_targets, training=training)
         feed.tokens = feed.total if self.batches.weight and feed.targets is not None else None
         if self.recovery is not None:
             feed.step = self.steps

@@ -59,6 +59,13 @@ class SpreadVocabulary:
         """The names of the two layers in the model."""
         self.are_tied = ends.are_tied
         """Whether both share one weight."""
+        self.entropy, self.first_input, self.logit_map = entropy, ends.first_input, ends.logits
+        self.args: list[tuple[Any, ...]] = []
+        """The arguments of each microbatch of the step."""
+        self.tokens: list[Tensor] = []
+        """The tokens of each microbatch of the step, as the embedding needs them."""
+        self.targets: list[Tensor] | None = None
+        """The target of each position of each microbatch of the step, as the head needs them."""
         self._rows = {"embedding": 0, "head": 0}
         self.stages = table.stages
         self.embedding: SpreadEmbedding | None = None
@@ -72,9 +79,16 @@ class SpreadVocabulary:
             assert entropy is not None
             self.names["head"], linear = ends.head
             self._rows["head"] = len(linear.weight)
-            ignored = entropy.ignore_index
             rows = self.embedding if self.are_tied and self.embedding is not None else linear.weight
-            self.head = SpreadHead(rows, linear.bias, lane=lane, owner=rank_of(table.stages - 1, 0), ignore_index=ignored)
+            self.head = SpreadHead(
+                rows,
+                linear.bias,
+                lane=lane,
+                owner=rank_of(table.stages - 1, 0),
+                ignore_index=entropy.ignore_index,
+                logit_scale=ends.logits.scale,
+                logit_cap=ends.logits.cap,
+            )
 
     # Parameters -------------------------------------------------------------------------------------------------------
 
@@ -122,15 +136,17 @@ class SpreadVocabulary:
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
-    def begin_step(self, feed: StepInput, entropy: TokenCrossEntropy | None, *, flat: bool, training: bool) -> None:
+    def begin_step(self, feed: StepInput, *, flat: bool, training: bool) -> None:
         """Refuse a batch that shares of a vocabulary cannot be computed for, and open a new lane if the last step has failed.
 
         With `flat`, targets may have one dimension only, as for `torch.nn.functional.cross_entropy`.
         """
+        self.end_step()
+        self.args = feed.args
         if self.embedding is not None:
-            self._check_tokens(feed, self.embedding)
+            self.tokens = self._take_tokens(feed, self.embedding)
         if self.head is not None:
-            assert entropy is not None
+            assert self.entropy is not None
             feed.share.wants_logits = feed.outputs
             if feed.targets is None and training:
                 raise ScheduleError("every rank has a share of the head and the loss: give every rank the target of the step")
@@ -142,7 +158,8 @@ class SpreadVocabulary:
                         f"targets have {targets.dim()} dimensions, for which cross_entropy expects the vocabulary in dimension 1 of the "
                         "output: give loss_fn=TokenCrossEntropy()"
                     )
-                _check_range(targets[targets != entropy.ignore_index], self._rows["head"], "target")
+                _check_range(targets[targets != self.entropy.ignore_index], self._rows["head"], "target")
+            self.targets = None if feed.targets is None else list(map(self.entropy.align, feed.targets))
         if self.head is not None and not training:
             self._agree_on_targets(feed)
         if self._lane is None:
@@ -151,20 +168,26 @@ class SpreadVocabulary:
                 if layer is not None:
                     layer.restart(self._lane)
 
-    def _check_tokens(self, feed: StepInput, embedding: SpreadEmbedding) -> None:
-        """Refuse a step without the tokens, and rows whose gradient no rank could compute."""
+    def end_step(self) -> None:
+        """Let go of the batch."""
+        self.args, self.tokens, self.targets = [], [], None
+
+    def _take_tokens(self, feed: StepInput, embedding: SpreadEmbedding) -> list[Tensor]:
+        """The tokens of each microbatch; refuses a step without them, and rows whose gradient no rank could compute."""
         if embedding.frozen and embedding.weight.requires_grad:
             raise ScheduleError(
                 f"the rows of {self.names['embedding']}.weight were frozen when the pipeline was created, so no rank gets their "
                 "gradient: set requires_grad before, and create another pipeline"
             )
-        for args in feed.args:
-            tokens = args[0] if len(args) == 1 else None
+        everything = [self.first_input.find_tokens(args) for args in feed.args]
+        for tokens in everything:
             if not isinstance(tokens, Tensor) or tokens.is_floating_point():
                 raise ScheduleError(
-                    "every rank has a share of the embedding: give every rank the tokens, as the only positional argument of the step"
+                    "every rank has a share of the embedding: give every rank the tokens, as the only positional argument of the step, or "
+                    "to a transformers model as input_ids in it"
                 )
             _check_range(tokens, self._rows["embedding"], "token")
+        return everything
 
     def _agree_on_targets(self, feed: StepInput) -> None:
         """Refuse an evaluation with targets on some ranks only, whose COMBINEs would not fit together."""
