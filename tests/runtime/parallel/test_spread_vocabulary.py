@@ -19,7 +19,7 @@ import penstock as ps
 from penstock.draw.boxes import list_collective_boxes
 from penstock.errors import PenstockError, PipelineError, PlacementError, ScheduleError
 from penstock.ir.kind import Kind
-from penstock.runtime import Initial, Layers, Pipeline, TokenCrossEntropy, launch, rank
+from penstock.runtime import Layers, Pipeline, TokenCrossEntropy, launch, rank
 from penstock.runtime.execution.programs import build_training_program
 from penstock.runtime.parallel.vocabulary import SpreadHead
 from penstock.simulator.comparison.differences import differences
@@ -422,7 +422,6 @@ def test_parity_finds_wrong_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"loss_fn": functional.mse_loss}, "give loss_fn=TokenCrossEntropy"),
         ({"shard": True}, "shard= needs mesh="),
-        ({"weights": Initial(seed=0)}, "weights= does not go with"),
         ({"graphs": True}, "graphs= does not go with"),
         ({"ties": [["0.weight", "3.weight"]]}, "ties= does not go with"),
         ({"offload": True}, "moves activations to host memory, which a pipeline cannot run together"),

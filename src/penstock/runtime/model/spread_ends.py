@@ -134,9 +134,6 @@ def _describe(name: str, layer: nn.Module) -> str:
 
 
 def _check_weights(name: str, layer: nn.Module) -> None:
-    for kind, parameter in layer.named_parameters():
-        if parameter.is_meta:
-            raise PlacementError(f"{name}.{kind} is on the meta device: a vocabulary that is spread over the ranks needs its values")
     if has_forward_hooks(layer) or not all(type(parameter) is nn.Parameter for parameter in layer.parameters()) or list(layer.children()):
         raise PlacementError(f"{name!r} has hooks or parametrizations, which shares of it would not run: leave them out")
 

@@ -7,7 +7,7 @@ step opens a new one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from datetime import timedelta
 from functools import partial
@@ -128,6 +128,21 @@ class SpreadVocabulary:
         if self.are_tied:
             shards[f"{self.names['head']}.weight"] = shards[f"{self.names['embedding']}.weight"]
         return shards
+
+    def pair_tensors(self, ends: SpreadEnds, stages: Sequence[int]) -> list[tuple[Tensor, TensorRows | None]]:
+        """The tensors of both ends that this rank needs values of, with its rows of parameters; with stage 0, buffers of the embedding."""
+        pairs: list[tuple[Tensor, TensorRows | None]] = []
+        if ends.embedding is not None and self.embedding is not None:
+            words, total = ends.embedding[1], self._rows["embedding"]
+            pairs.append((words.weight, TensorRows(self.embedding.weight, self.embedding.first, total)))
+            pairs += [(buffer, None) for buffer in words.buffers() if 0 in stages]
+        if ends.head is not None and self.head is not None:
+            linear, first, total = ends.head[1], self.head.first, self._rows["head"]
+            if not self.are_tied:
+                pairs.append((linear.weight, TensorRows(self.head.weight, first, total)))
+            if self.head.bias is not None:
+                pairs.append((linear.bias, TensorRows(self.head.bias, first, total)))
+        return pairs
 
     def gather_weights(self, gather: Gather) -> dict[str, Tensor]:
         """The whole parameters by name, on every rank."""

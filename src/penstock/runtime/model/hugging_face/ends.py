@@ -49,7 +49,8 @@ class ModelEnds:
         last = _find_path(structure, "head", structure.model.get_output_embeddings(), order.tail[-1:]) if head else None
         if words is not None:
             _check_embedding(structure.full_name(words), structure.around[words])
-        paths = EndPaths(words, last, NO_MAP if last is None else find_logit_map(units, last))
+        is_linear = last is not None and isinstance(structure.around[last], nn.Linear)  # any other is refused by its type
+        paths = EndPaths(words, last, find_logit_map(units, last) if is_linear and last is not None else NO_MAP)
         ends = [None if path is None else (structure.full_name(path), structure.around[path]) for path in (words, last)]
         return cls(split, ModelUnits(model, paths), *ends)
 

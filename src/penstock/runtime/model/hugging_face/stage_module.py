@@ -158,6 +158,7 @@ class HuggingFaceStage(nn.Module):
         # In a tuple, so that the parameters are those of the parts alone, each once and in their order.
         self._own = (whole if self.last else whole.get_submodule(structure.base),)
         self._path = tuple(modules_on_path(whole, structure.layers))
+        self._stubs = tuple(module for module in whole.modules() if isinstance(module, (_GivenEmbedding, HeadInput)))
         self._options = structure.options
         self._config = structure.config
 
@@ -206,6 +207,7 @@ class HuggingFaceStage(nn.Module):
         self._begin(hidden)
         model, state, mask = self._own[0], self.state, carried.get("attention_mask")
         state.embeddings = carried.pop(EMBEDDINGS, None)
+        self._place_stubs(state.embeddings if hidden is None else hidden)
         inputs: dict[str, Any] = {"inputs_embeds": hidden.detach()} if not self.first and hidden is not None else {}
         inputs |= {name: carried.pop(name) for name in _TOKENS if name in carried}
         options, of_slice = self._options, {}
@@ -237,6 +239,12 @@ class HuggingFaceStage(nn.Module):
         for module in self._path:
             module.training = training
         check_layerdrop(self._path)
+
+    def _place_stubs(self, value: Tensor | None) -> None:
+        """Give what takes the place of a spread end the device of the hidden states, if the model was built on the meta device."""
+        for stub in self._stubs:
+            if stub.weight.is_meta and value is not None:
+                stub.weight = nn.Parameter(torch.empty_like(stub.weight, device=value.device), requires_grad=False)
 
     def _read_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any], RouterSums | None]:
         """Return the hidden states of the stage before, the model's other inputs, and the sums of the routers so far."""
@@ -453,15 +461,11 @@ def substitute_embedding(original: nn.Module, state: StageState) -> nn.Module:
 class HeadInput(StandIn):
     """The place of a head that is spread over the ranks: it takes out its input as the output of the stage."""
 
-    inner = "original"
-
     def __init__(self, original: nn.Module, state: StageState) -> None:
         super().__init__()
         self.state = state
-        if isinstance(original, nn.Linear):
-            self.weight = _shrink(original.weight)
-        else:
-            self.original = original
+        weight = getattr(original, "weight", None)
+        self.weight = _shrink(weight if isinstance(weight, Tensor) else torch.empty(0, 0))
         self.copy_attributes(original)
 
     def forward(self, hidden: Tensor) -> Tensor:
