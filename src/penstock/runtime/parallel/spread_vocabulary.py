@@ -36,7 +36,7 @@ from penstock.runtime.parallel.vocabulary import (
 from penstock.runtime.tensors.tensor_rows import TensorRows
 from penstock.runtime.transport.group import Group
 from penstock.runtime.transport.processes import Processes
-from penstock.runtime.transport.subgroup import ProcessSubgroup
+from penstock.runtime.transport.subgroup import Subgroup
 from penstock.runtime.transport.threads import VirtualGroup
 
 _WAIT = "all ranks to join a collective of the vocabulary"
@@ -234,29 +234,32 @@ class SpreadVocabulary:
     def _open_lane(self) -> CollectiveLane:
         """A lane between all ranks, which all open at the same time."""
         gather: Callable[[str, Any], list[Any]] = partial(self.group.gather, self.rank, deadline=self.deadline)
-        if isinstance(self.group, VirtualGroup):
+        parent, rank = self._find_parent()
+        if isinstance(parent, VirtualGroup):
             shared = gather("lane of the vocabulary", MeetingPoint(self.group.ranks, self.deadline) if self.rank == 0 else None)[0]
             virtual = ThreadLane(self.rank, shared)
-            virtual.on_join, virtual.before_take = self.group.notify, partial(self._wait_for_threads, self.group, virtual)
+            virtual.on_join, virtual.before_take = parent.notify, partial(self._wait_for_threads, parent, rank, virtual)
             gather("lane of the vocabulary", None)  # nobody asks who has joined before all have a lane
             return virtual
-        members = self.group.parent if isinstance(self.group, ProcessSubgroup) else self.group  # of a mesh, or of the pipeline alone
-        if not isinstance(members, Processes):
-            raise ScheduleError("a vocabulary is spread over all ranks of one pipeline in their own order: leave out cluster plans")
+        assert isinstance(parent, Processes)
         processes = gather("lane of the vocabulary", dist.get_rank())
-        if processes != sorted(processes):
-            raise ScheduleError(f"a vocabulary is spread over processes in their own order, but the pipeline has {processes}")
-        group = dist.new_group(processes, timeout=timedelta(seconds=self.deadline), use_local_synchronization=True)
-        lane = ProcessLane(group)
-        lane.before_take = partial(self._wait_for_processes, members)
+        group = dist.new_group(sorted(processes), timeout=timedelta(seconds=self.deadline), use_local_synchronization=True)
+        lane = ProcessLane(group, processes)
+        lane.before_take = partial(self._wait_for_processes, parent)
         return lane
 
-    def _wait_for_threads(self, group: VirtualGroup, lane: ThreadLane, collective: JoinedCollective) -> None:
+    def _find_parent(self) -> tuple[Group, int]:
+        """The group that the pipeline's is a part of, as in a mesh, or another order of, as in a cluster plan; this rank's number in it."""
+        if isinstance(self.group, Subgroup):
+            return self.group.parent, self.group.members[self.rank]
+        return self.group, self.rank
+
+    def _wait_for_threads(self, group: VirtualGroup, rank: int, lane: ThreadLane, collective: JoinedCollective) -> None:
         """Let other virtual ranks run until all have joined; the collective then ends without them."""
         if not lane.have_all_joined(collective):
-            group.wait(self.rank, lambda: lane.have_all_joined(collective), _WAIT, self.deadline)
+            group.wait(rank, lambda: lane.have_all_joined(collective), _WAIT, self.deadline)
         if collective.future.exception() is not None:  # waits for its end
-            group.enter(self.rank, self.deadline)  # raises the failure that has ended the collective
+            group.enter(rank, self.deadline)  # raises the failure that has ended the collective
         self._note_waited()
 
     def _wait_for_processes(self, group: Processes, collective: JoinedCollective) -> None:

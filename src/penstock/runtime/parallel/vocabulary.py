@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -152,19 +152,21 @@ class CollectiveLane(ABC):
 class ProcessLane(CollectiveLane):
     """The collectives of processes, by torch.distributed.
 
-    The group should have no other traffic, because a message between two of its ranks may come between its collectives.
+    The group should have no other traffic, because a message between two of its ranks may come between its collectives. `processes` are
+    the processes in the order of their ranks, if that is not the order of the group, as for a cluster plan that reorders them.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+    def __init__(self, group: dist.ProcessGroup | None = None, processes: Sequence[int] | None = None) -> None:
+        self.processes = list(dist.get_process_group_ranks(group or dist.group.WORLD) if processes is None else processes)
+        super().__init__(self.processes.index(dist.get_rank()), len(self.processes))
         self.group = group
         self._abandoned = False
 
     def broadcast(self, value: Tensor, source: int) -> Tensor:
-        return self._wait(dist.broadcast(value, self._find_global(source), group=self.group, async_op=True), value)
+        return self._wait(dist.broadcast(value, self.processes[source], group=self.group, async_op=True), value)
 
     def sum_on(self, target: int, value: Tensor) -> Tensor:
-        return self._wait(dist.reduce(value, self._find_global(target), group=self.group, async_op=True), value)
+        return self._wait(dist.reduce(value, self.processes[target], group=self.group, async_op=True), value)
 
     def sum_everywhere(self, value: Tensor) -> Tensor:
         return self._wait(dist.all_reduce(value, group=self.group, async_op=True), value)
@@ -188,9 +190,6 @@ class ProcessLane(CollectiveLane):
         super().abandon()
         if self.group is not None:
             self.group.abort()
-
-    def _find_global(self, rank: int) -> int:
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
 
 class ThreadLane(CollectiveLane):
