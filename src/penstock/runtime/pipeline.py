@@ -128,7 +128,8 @@ class Pipeline:
       plan of a whole job asks for is run or refused, see `job_plan`;
     - `loss_fn(output, target)` or `loss_fn(output)`. The losses of microbatches are summed, weighted by `loss_reduction` (`mean` by batch
       elements, or `sum`) or by `weight(target)`. Without a loss function the last stage's output is the loss. A schedule that spreads the
-      vocabulary over the ranks takes `TokenCrossEntropy()`, and the whole model as layers, see docs/vocabulary.md;
+      vocabulary over the ranks takes `TokenCrossEntropy()` and the whole model as layers, or a model of transformers, see
+      docs/vocabulary.md;
     - `batch_dims`, `target_dims`, `kwarg_dims`: the batch dimension of the inputs, the target and the stages' keyword arguments
       (by name), see `microbatch.Dims`;
     - `ties`: groups of parameter names to tie, if the parameters are not one object already;
@@ -335,7 +336,8 @@ class Pipeline:
         if head and self.loss.find_token_entropy() is None:
             raise ScheduleError(
                 "the head is spread over the ranks, which compute the loss together: give loss_fn=TokenCrossEntropy() or "
-                "torch.nn.functional.cross_entropy, without other options than ignore_index"
+                "torch.nn.functional.cross_entropy, without other options than ignore_index, or leave the head in its stage with "
+                "ps.Vocabulary(head=False)"
             )
         cut = partition(model, self.table.stages, split, without=ends.names)
         members: dict[str, Any] = {"group": self.group, "rank": self.rank, "deadline": self.deadline}

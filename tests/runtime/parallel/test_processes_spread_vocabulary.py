@@ -57,7 +57,10 @@ def test_it_trains_like_the_plain_loop(workers: Workers, name: str, ranks: int, 
     compare_with_plain_loop(found, model, tokens, targets, microbatches)
 
 
-@pytest.mark.parametrize("devices", [(2, 0, 3, 1), (1, 0)])
+@pytest.mark.parametrize(
+    "devices",
+    [(2, 0, 3, 1), pytest.param((1, 0), marks=pytest.mark.matrix(family="1f1b", feature="spread vocabulary and reordered ranks"))],
+)
 def test_a_cluster_plan_that_reorders_the_processes(workers: Workers, devices: tuple[int, ...]) -> None:
     """Also within each replica of a mesh."""
     plan, (tokens, targets) = plan_for_cluster(*devices), draw_batch()
