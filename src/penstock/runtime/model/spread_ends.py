@@ -130,7 +130,10 @@ def _check_head(name: str, layer: nn.Module) -> tuple[str, nn.Linear]:
 
 
 def _describe(name: str, layer: nn.Module) -> str:
-    return f"{name!r} is a {type(layer).__name__}; leave that layer in its stage with ps.Vocabulary(embedding=..., head=...) otherwise"
+    kind = type(layer)
+    is_like_torch_s = kind.__name__ in ("Embedding", "Linear") and not kind.__module__.startswith("torch.")  # as of an adapter
+    own = f"{kind.__module__}.{kind.__name__}" if is_like_torch_s else kind.__name__
+    return f"{name!r} is a {own}; leave that layer in its stage with ps.Vocabulary(embedding=..., head=...) otherwise"
 
 
 def _check_weights(name: str, layer: nn.Module) -> None:
