@@ -45,9 +45,20 @@ def make(name: str, ranks: int, transport: str, **options: Any) -> tuple[Pipelin
     return pipe, x, y
 
 
-@pytest.mark.parametrize("transport", ["direct", "edges"])
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("1f1b", 2), ("gpipe", 4), ("interleaved-zb", 2), ("zbv", 4), ("dualpipe-v", 2), ("chimera", 4)]
+    ("name", "ranks", "transport"),
+    [
+        ("1f1b", 2, "direct"),
+        ("gpipe", 4, "direct"),
+        ("interleaved-zb", 2, "direct"),
+        ("zbv", 4, "direct"),
+        ("dualpipe-v", 2, "direct"),
+        ("chimera", 4, "direct"),
+        ("1f1b", 2, "edges"),
+        ("interleaved-zb", 2, "edges"),
+        ("zbv", 4, "edges"),
+        ("dualpipe-v", 2, "edges"),
+    ],
 )
 def test_numbers_equal_the_loop_s(workers: Workers, name: str, ranks: int, transport: str) -> None:
     """Also after the batch and the count have changed, and with evaluation in between."""
