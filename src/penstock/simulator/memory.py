@@ -61,7 +61,7 @@ def list_changes_in_order(table: Table, costs: Costs) -> tuple[Changes, Ints]:
     changes = list_changes(table, costs)
     rank = table.rows.rank[changes.entry]
     order = np.lexsort((_list_places(table, changes), rank))
-    return Changes(*(column[order] for column in changes)), rank[order]
+    return Changes(changes.category[order], changes.entry[order], changes.when[order], changes.size[order]), rank[order]
 
 
 def _list_places(table: Table, changes: Changes) -> Ints:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +23,7 @@ from penstock.planner.batches.lengths import LengthCosts, MicrobatchLengths, rea
 from penstock.planner.batches.packing import Packing, pack
 from penstock.planner.bounds.lower_bound import Bound, check_bound, lower_bound
 from penstock.planner.named_schedules import list_named_schedules, one_at_a_time
-from penstock.planner.order_search.evaluator import get_loops
+from penstock.planner.order_search.evaluator import Loops, get_loops
 from penstock.planner.order_search.permutations import BatchColumns, Scratch, Steps
 from penstock.planner.plan import Plan
 from penstock.planner.problem import SLACK, Problem
@@ -37,10 +38,12 @@ Batch = TypeVar("Batch")
 Skips = Mapping[int, Collection[int]]
 """By microbatch, the stages that it skips."""
 
-TRIES = 800
+TRIES = 3200
 """The most changes of the order that are tried per batch by default."""
-WORK = 1_000_000
-"""Steps that are timed per batch by default, all orders together: about 10 ms."""
+WORK = 3_000_000
+"""How much is timed per batch by default, in the unit of `Scratch.spent`: up to about 12 ms."""
+_LEAST_WORK = 600_000
+"""How much of it at least goes into changes of the order: less is left if there are many actions, because every schedule is timed."""
 _STARTS = 3
 """The best orders to begin with that are improved."""
 _CHOSEN = 4
@@ -181,12 +184,15 @@ class BatchPlanner:
         self.tries = None if tries is None else check_count("tries", tries, 0, error=ScheduleError)
         self.lengths = self._read_shares(sequence, quadratic)
         self.names = None if schedules is None else tuple(map(self._check_name, schedules))
+        self._loops = get_loops()
         self._schedules: dict[int, list[FlatSchedule]] = {}
         self._fallbacks: dict[int, FlatSchedule] = {}
         self._lock = threading.Lock()
         """Held while a batch is planned, because schedules are built only once."""
         costs = BatchCosts.read(replace(self.problem, memory_limit=None))
-        BatchSearch(costs, self._list_schedules(self.schedule.microbatches), self._build_slowest, 1).run()  # compiles the loops
+        BatchSearch(
+            costs, self._list_schedules(self.schedule.microbatches), self._build_slowest, 1, self._loops
+        ).run()  # compiles the loops
 
     def _read_shares(self, sequence: int, quadratic: float | Sequence[float]) -> tuple[LengthCosts, ...]:
         """How the time of each stage depends on lengths."""
@@ -271,7 +277,7 @@ class BatchPlanner:
     def _search(self, costs: BatchCosts) -> BatchOrder:
         with self._lock:
             schedules = self._list_schedules(costs.problem.microbatches)
-            return BatchSearch(costs, schedules, self._build_slowest, self.tries).run()
+            return BatchSearch(costs, schedules, self._build_slowest, self.tries, self._loops).run()
 
     def ahead(
         self, batches: Iterable[Batch], lengths: Callable[[Batch], Any], skips: Callable[[Batch], Skips | None] | None = None
@@ -357,14 +363,19 @@ class BatchSearch:
     """The best order of one batch."""
 
     def __init__(
-        self, costs: BatchCosts, schedules: list[FlatSchedule], find_slowest: Callable[[int], FlatSchedule], tries: int | None
+        self,
+        costs: BatchCosts,
+        schedules: list[FlatSchedule],
+        find_slowest: Callable[[int], FlatSchedule],
+        tries: int | None,
+        loops: Loops,
     ) -> None:
         self.costs, self.schedules, self.find_slowest = costs, schedules, find_slowest
         self.problem, self.limited = costs.problem, costs.problem.memory_limit is not None
         self.exact = self.problem.costs.contention == "independent"
         """Whether the loops know when messages travel; if senders share links, the simulator does."""
-        self.tries = self._count_tries() if tries is None else tries
-        self.loops = get_loops()
+        self.tries = tries
+        self.loops = loops
         self.random = self._as_column(np.array([1 + _SEED], dtype=np.int64))
         self.columns: dict[int, tuple[Steps, BatchColumns, Scratch]] = {}
         """What the loops read and write of each schedule, by its id."""
@@ -378,11 +389,6 @@ class BatchSearch:
             reduce=self._as_column(np.array(self.problem.costs.per_stage("reduce", self.problem.stages))),
             is_span=not self.problem.barrier,
         )
-
-    def _count_tries(self) -> int:
-        """As many changes as can be timed with the work that is left after all orders to begin with were timed."""
-        steps = sum(len(flat.steps.rank) for flat in self.schedules)
-        return TRIES
 
     def _as_column(self, values: Any) -> Any:
         """An array, or a list for the plain loops."""
@@ -399,17 +405,17 @@ class BatchSearch:
         """How much memory an order needs beyond the limits, on all ranks together."""
         if not self.limited:
             return 0.0
-        steps, batch, _ = self._find_columns(flat)
-        return float(self.loops.find_excess(steps, batch, self._as_column(np.array(order)), math.inf))
+        steps, batch, scratch = self._find_columns(flat)
+        return float(self.loops.find_excess(steps, batch, self._as_column(np.array(order)), scratch, math.inf))
 
     # Search -----------------------------------------------------------------------------------------------------------
 
     def run(self) -> BatchOrder:
         orders = self._list_orders()
-        starts = self._time_all(self.schedules, orders)
+        starts = self.time_all(self.schedules, orders)
         best = self._improve(starts)
         if best is None:
-            starts += self._time_all([self.find_slowest(self.problem.microbatches)], orders)
+            starts += self.time_all([self.find_slowest(self.problem.microbatches)], orders)
             best = self._improve(starts[-len(orders) :])
         if best is None:
             raise self._make_excess_error(starts)
@@ -425,7 +431,7 @@ class BatchSearch:
         orders = {"fixed": range(len(totals)), "ascending": ascending, "descending": ascending[::-1], "pyramid": pyramid}
         return {name: tuple(order) for name, order in orders.items()}
 
-    def _time_all(self, schedules: list[FlatSchedule], orders: dict[str, tuple[int, ...]]) -> list[TimedOrder]:
+    def time_all(self, schedules: list[FlatSchedule], orders: dict[str, tuple[int, ...]]) -> list[TimedOrder]:
         """Time every schedule with every order."""
         columns = self._as_column(np.array(list(orders.values())))
         times = {id(flat): self._time_orders(flat, orders, columns) for flat in schedules}
@@ -448,10 +454,15 @@ class BatchSearch:
         fitting, over = self._pick(starts)
         best = fitting[0] if fitting else None
         chosen = [*fitting, *over][:_CHOSEN]
-        tries = int(self.tries * (1 - _ON_BEST)) // max(len(chosen), 1)
+        if self.tries is None:
+            done = sum(int(scratch.spent[0]) for _, _, scratch in self.columns.values())
+            tries, work = TRIES, max(WORK - done, _LEAST_WORK)
+        else:
+            tries, work = self.tries, sys.maxsize
+        share = (1 - _ON_BEST) / max(len(chosen), 1)
         for start in chosen:
-            best = self._climb(start, tries, best)
-        return best and self._climb(best, self.tries - tries * len(chosen), best)
+            best = _choose(best, self.climb(start, int(share * tries), int(share * work)))
+        return best and _choose(best, self.climb(best, int(_ON_BEST * tries), int(_ON_BEST * work)))
 
     def _pick(self, starts: list[TimedOrder]) -> tuple[list[TimedOrder], list[TimedOrder]]:
         """The fastest that fit, and all that are over the memory limits and faster, those least over first: in another order they may fit.
@@ -469,16 +480,13 @@ class BatchSearch:
                 break
         return fitting, sorted(over, key=lambda start: start.excess)
 
-    def _climb(self, start: TimedOrder, tries: int, best: TimedOrder | None) -> TimedOrder | None:
-        """Improve one order; returns the best so far if the result is not better or does not fit."""
+    def climb(self, start: TimedOrder, tries: int, work: int) -> TimedOrder:
+        """Improve one order by so many changes, or as many as this work allows."""
         steps, batch, scratch = self._find_columns(start.flat)
         at = self._as_column(np.array(start.microbatches))
-        objective, over = self.loops.search_permutations(steps, batch, at, scratch, self.random, tries, self.limited)
-        if over > 0:
-            return best
+        objective, _ = self.loops.search_permutations(steps, batch, at, scratch, self.random, tries, work, self.limited)
         order = tuple(map(int, at))
-        improved = TimedOrder(start.flat, order, float(objective) if self.exact else self._simulate(start.flat, order), self)
-        return improved if best is None or improved.objective < best.objective * (1 - _BETTER) else best
+        return TimedOrder(start.flat, order, float(objective) if self.exact else self._simulate(start.flat, order), self)
 
     def _make_excess_error(self, starts: list[TimedOrder]) -> PlanError:
         """Of all orders, the one that is least over a limit."""
@@ -492,3 +500,8 @@ class BatchSearch:
             f"{nearest_fit.order} under {nearest_fit.schedule}, {where}: make the largest microbatches smaller (a "
             "lower capacity when packing), or raise the limit"
         )
+
+
+def _choose(best: TimedOrder | None, other: TimedOrder) -> TimedOrder | None:
+    """The other order if it fits and is better."""
+    return other if other.fits and (best is None or other.objective < best.objective * (1 - _BETTER)) else best

@@ -62,12 +62,13 @@ class FlatSchedule:
     def make_columns(self, compiled: bool) -> tuple[Steps, Scratch]:
         """The steps and scratch columns as arrays, or as lists for the plain loops, which are faster on lists."""
         count, ranks = len(self.steps.rank), self.steps.ranks
-        sizes = {"end": count, "arrive": count, "free": self.steps.links} | dict.fromkeys(("now", "slack", "lane", "work"), ranks)
-        scratch = Scratch(**{name: np.zeros(size) for name, size in sizes.items()})
+        sizes = {"end": count, "arrive": count, "free": self.steps.links} | dict.fromkeys(("now", "slack", "lane", "busy"), ranks)
+        counts = {name: np.zeros(1, dtype=np.int64) for name in ("spent", "full")}
+        scratch = Scratch(**{name: np.zeros(size) for name, size in sizes.items()}, **counts)
         if compiled:
             return self.steps, scratch
-        steps = Steps(*(column.tolist() if isinstance(column, np.ndarray) else column for column in self.steps))
-        return steps, Scratch(*(column.tolist() for column in scratch))
+        lists = {name: column.tolist() for name, column in self.steps._asdict().items() if isinstance(column, np.ndarray)}
+        return self.steps._replace(**lists), Scratch(*(column.tolist() for column in scratch))
 
     @cached_property
     def _timeline(self) -> Timeline:
@@ -118,7 +119,7 @@ def _lay_steps(schedule: Schedule) -> tuple[dict[str, Ints], Ints, tuple[Ints, I
 
 def _number_kinds(rows: Rows) -> Ints:
     """The place of each entry's time in `TIMES`."""
-    return np.argmax([rows.is_kind(kind) for kind in _KINDS], axis=0)
+    return np.asarray(np.argmax([rows.is_kind(kind) for kind in _KINDS], axis=0))
 
 
 def _list_reductions(program: Program, step: Ints) -> tuple[Ints, Ints]:

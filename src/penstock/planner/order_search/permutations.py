@@ -79,7 +79,12 @@ class Scratch(NamedTuple):
     slack: Column
     lane: Column
     free: Column
-    work: Column
+    busy: Column
+    """The time of each rank's steps."""
+    spent: Column
+    """One value: the work done, which is the steps that were timed and half the changes of memory that were looked at."""
+    full: Column
+    """One value: the rank whose limit was exceeded last."""
 
 
 def time_permutations(steps: Steps, batch: BatchColumns, orders: Column, scratch: Scratch, objectives: Column) -> None:
@@ -89,14 +94,14 @@ def time_permutations(steps: Steps, batch: BatchColumns, orders: Column, scratch
 
 
 def time_permutation(steps: Steps, batch: BatchColumns, at: Column, scratch: Scratch, most: float) -> float:
-    """The objective of an order; infinite as soon as it must be above `most`, for which `scratch.work` has the time of each rank's steps."""
+    """The objective of an order; infinite as soon as it must be above `most`, for which `scratch.busy` must be filled in."""
     rank_of, position, row, need, link, way_row = steps.rank, steps.position, steps.time, steps.need, steps.link, steps.travel
     times, travels = batch.times, batch.travels
     end, arrive, now, slack, lane, free = scratch.end, scratch.arrive, scratch.now, scratch.slack, scratch.lane, scratch.free
     stops = most < math.inf and not steps.has_copies and not batch.is_span
     for rank in range(steps.ranks):
         now[rank], lane[rank] = 0.0, 0.0
-        slack[rank] = most * (1.0 + _ROUNDING) - scratch.work[rank] - batch.closing[rank] if stops else math.inf
+        slack[rank] = most * (1.0 + _ROUNDING) - scratch.busy[rank] - batch.closing[rank] if stops else math.inf
     for way in range(steps.links):
         free[way] = 0.0
     for step in range(len(rank_of)):
@@ -107,6 +112,7 @@ def time_permutation(steps: Steps, batch: BatchColumns, at: Column, scratch: Scr
             if begin > time:
                 slack[rank] -= begin - time
                 if slack[rank] < 0.0:
+                    scratch.spent[0] += step
                     return math.inf
                 time = begin
         time += times[row[step] + microbatch]
@@ -120,6 +126,7 @@ def time_permutation(steps: Steps, batch: BatchColumns, at: Column, scratch: Scr
             leave += travels[way_row[step] + microbatch]
             free[way] = leave
             arrive[step] = leave
+    scratch.spent[0] += len(rank_of)
     for number in range(len(steps.last)):
         step = steps.last[number]
         rank = rank_of[step]
@@ -134,11 +141,12 @@ def time_permutation(steps: Steps, batch: BatchColumns, at: Column, scratch: Scr
     return objective
 
 
-def find_excess(steps: Steps, batch: BatchColumns, at: Column, most: float) -> float:
-    """How much the memory of all ranks together exceeds the limits; the sum may stop as soon as it is above `most`."""
+def find_excess(steps: Steps, batch: BatchColumns, at: Column, scratch: Scratch, most: float) -> float:
+    """How much the memory of all ranks together exceeds the limits; infinite as soon as it is above `most`."""
     held, position, sign, sizes = steps.held, steps.held_position, steps.sign, batch.sizes
-    excess = 0.0
-    for rank in range(steps.ranks):
+    excess, begin = 0.0, scratch.full[0] if most == 0.0 else 0
+    for number in range(steps.ranks):
+        rank = (begin + number) % steps.ranks
         limit = batch.limit[rank]
         if limit == math.inf:
             continue
@@ -147,42 +155,55 @@ def find_excess(steps: Steps, batch: BatchColumns, at: Column, most: float) -> f
             total += sign[change] * sizes[held[change] + at[position[change]]]
             if total > peak:
                 peak = total
+        scratch.spent[0] += (steps.bounds[rank + 1] - steps.bounds[rank]) // 2
         if peak > limit:
+            scratch.full[0] = rank
             excess += peak - limit
             if excess > most:
-                break
+                return math.inf
     return excess
 
 
-def search_permutations(
-    steps: Steps, batch: BatchColumns, at: Column, scratch: Scratch, random: Column, tries: int, limited: bool
+def search_permutations(  # noqa: PLR0917 - columns of the compiled loop
+    steps: Steps, batch: BatchColumns, at: Column, scratch: Scratch, random: Column, tries: int, work: int, limited: bool
 ) -> tuple[float, float]:
-    """Exchange and move microbatches, and keep each change that is not worse.
+    """Exchange and move microbatches, and keep each change that is not worse: with less memory over the limits, then with less time.
 
-    Returns the objective and the memory over the limits: less of that is better, then less time. `at` has the microbatch at each position
-    and is changed; `limited` says whether any rank has a memory limit.
+    Returns the objective and the memory over the limits. `at` has the microbatch at each position
+    and is changed; `limited` says whether any rank has a memory limit. Ends after so many tries, or when as much
+    `work` is done as `Scratch.spent` counts.
     """
     positions = len(at)
     for rank in range(steps.ranks):
-        scratch.work[rank] = 0.0
+        scratch.busy[rank] = 0.0
     for step in range(len(steps.rank)):
-        scratch.work[steps.rank[step]] += batch.times[steps.time[step] + at[steps.position[step]]]
+        scratch.busy[steps.rank[step]] += batch.times[steps.time[step] + at[steps.position[step]]]
+    work += scratch.spent[0]
     objective = time_permutation(steps, batch, at, scratch, math.inf)
-    excess = find_excess(steps, batch, at, math.inf) if limited else 0.0
+    excess = find_excess(steps, batch, at, scratch, math.inf) if limited else 0.0
     if positions < 2:
         return objective, excess
     for _ in range(tries):
+        if scratch.spent[0] > work:
+            break
         here, there = draw(random) % positions, draw(random) % (positions - 1)
         if there >= here:
             there += 1
         moves = draw(random) % 1024 < 512
         _change(at, here, there, moves)
-        timed = time_permutation(steps, batch, at, scratch, math.inf if excess > 0.0 else objective)
-        over = find_excess(steps, batch, at, excess) if limited and (excess > 0.0 or timed <= objective) else 0.0
-        if over < excess or (over == excess and timed <= objective):
+        over, timed = 0.0, objective
+        if excess > 0.0:  # the time does not count yet
+            over = find_excess(steps, batch, at, scratch, excess)
+        if over == 0.0:
+            timed = time_permutation(steps, batch, at, scratch, math.inf if excess > 0.0 else objective)
+        if limited and excess == 0.0 and timed <= objective:
+            over = find_excess(steps, batch, at, scratch, 0.0)
+        if over <= excess and (excess > 0.0 or timed <= objective):
             objective, excess = timed, over
         else:
             _change(at, there, here, moves)
+    if excess > 0.0:
+        objective = time_permutation(steps, batch, at, scratch, math.inf)
     return objective, excess
 
 
