@@ -8,10 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from penstock.errors import CostsError
 from penstock.ir.costs import Costs
 from penstock.ir.rows import Floats, Ints
 from penstock.planner.batches.flat_schedule import SIZES, TIMES
 from penstock.planner.problem import Problem
+
+FIELDS = (*TIMES, *SIZES, "kept")
+"""The fields of `Costs` that depend on the microbatch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,12 +25,18 @@ class BatchCosts:
     problem: Problem
     """The placement and limits, with as many microbatches."""
     tables: dict[str, Floats]
+    """By the name of the field."""
 
     @classmethod
     def read(cls, problem: Problem) -> BatchCosts:
         """The costs of a problem that already has one value per microbatch."""
-        names = [name for name in (*TIMES, *SIZES) if getattr(problem.costs, name) is not None]
+        names = [name for name in FIELDS if getattr(problem.costs, name) is not None]
         return cls(problem, {name: problem.costs.table(name, problem.stages, problem.microbatches) for name in names})
+
+    def __post_init__(self) -> None:
+        for name, table in self.tables.items():
+            if not np.isfinite(table).all():
+                raise CostsError(f"{name} of the longest microbatch is more than a number can be: give the costs in a larger unit")
 
     def build(self, order: Sequence[int] | None = None) -> Costs:
         """The costs with the microbatches in this order, or in their own."""
@@ -48,7 +58,8 @@ class BatchCosts:
     @property
     def sizes(self) -> Floats:
         """The rows of `FlatSchedule` sizes."""
-        return np.concatenate([self.tables[name] for name in SIZES]).ravel()
+        held = self.tables | {"activation": self.tables["activation"] + self.tables["kept"]}
+        return np.concatenate([held[name] for name in SIZES]).ravel()
 
     def find_travels(self, messages: tuple[Ints, Ints, Ints]) -> Floats:
         """The rows of `FlatSchedule` travels."""

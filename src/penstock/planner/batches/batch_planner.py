@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from penstock.errors import CostsError, PlanError, ScheduleError, nearest
-from penstock.ir.costs import Costs
+from penstock.ir.codes import MAX_MICROBATCHES
+from penstock.ir.costs import Costs, check_costs
 from penstock.ir.kind import Kind
+from penstock.ir.rows import Floats
 from penstock.ir.schedule import Schedule
 from penstock.planner.batches.batch_costs import BatchCosts
 from penstock.planner.batches.flat_schedule import TIMES, FlatSchedule
@@ -183,16 +185,16 @@ class BatchPlanner:
         self.samples = check_count("samples", samples, error=ScheduleError)
         self.tries = None if tries is None else check_count("tries", tries, 0, error=ScheduleError)
         self.lengths = self._read_shares(sequence, quadratic)
+        if isinstance(schedules, str):
+            raise ScheduleError(f"schedules must be a list of names, got {schedules!r}: give [{schedules!r}]")
         self.names = None if schedules is None else tuple(map(self._check_name, schedules))
         self._loops = get_loops()
         self._schedules: dict[int, list[FlatSchedule]] = {}
         self._fallbacks: dict[int, FlatSchedule] = {}
         self._lock = threading.Lock()
         """Held while a batch is planned, because schedules are built only once."""
-        costs = BatchCosts.read(replace(self.problem, memory_limit=None))
-        BatchSearch(
-            costs, self._list_schedules(self.schedule.microbatches), self._build_slowest, 1, self._loops
-        ).run()  # compiles the loops
+        unlimited = BatchCosts.read(replace(self.problem, memory_limit=None))
+        self._search(unlimited, 1)  # compiles the loops
 
     def _read_shares(self, sequence: int, quadratic: float | Sequence[float]) -> tuple[LengthCosts, ...]:
         """How the time of each stage depends on lengths."""
@@ -204,6 +206,8 @@ class BatchPlanner:
 
     def _check_name(self, text: str) -> str:
         """The registered name of a schedule that the placement can have."""
+        if not isinstance(text, str):
+            raise ScheduleError(f"schedules must be a list of names, with {text!r} in it")
         placement, count = self.problem.placement, self.schedule.microbatches
         known = [schedule.name for schedule in self._list_named(count)]
         registered = algorithms().find(split_options(text)[0])
@@ -239,25 +243,18 @@ class BatchPlanner:
 
     def _tabulate(self, microbatches: list[tuple[int, ...]], skips: Skips | None) -> BatchCosts:
         base, stages = self.problem.costs, self.problem.stages
-        runs = np.ones((stages, len(microbatches)))
-        for microbatch, skipped in (skips or {}).items():
-            for stage in skipped:
-                if microbatch not in range(len(microbatches)) or stage not in range(stages):
-                    raise CostsError(
-                        f"skips says that microbatch {microbatch} skips stage {stage}, but there are {len(microbatches)} microbatches and "
-                        f"{stages} stages, numbered from 0"
-                    )
-                runs[stage, microbatch] = 0.0
+        runs = _read_skips(skips, stages, len(microbatches))
         rows = {model: [model.of(samples) / self.samples for samples in microbatches] for model in set(self.lengths)}
         time = np.array([rows[model] for model in self.lengths])
         size = np.array([sum(samples) / (self.samples * self.lengths[0].sequence) for samples in microbatches])
-        factors = dict.fromkeys(TIMES, time * runs) | dict.fromkeys(("activation", "weight_stash"), size * runs)
+        factors = dict.fromkeys(TIMES, time * runs) | dict.fromkeys(("activation", "weight_stash", "kept"), size * runs)
         passed = np.vstack([np.maximum(runs[:-1], runs[1:]), runs[-1:]])
-        tables = {
-            name: np.array(base.per_stage(name, stages))[:, None] * factor
-            for name, factor in (factors | {"output": size * passed}).items()
-            if getattr(base, name) is not None
-        }
+        with np.errstate(over="ignore"):  # refused below
+            tables = {
+                name: np.array(base.per_stage(name, stages))[:, None] * factor
+                for name, factor in (factors | {"output": size * passed}).items()
+                if getattr(base, name) is not None
+            }
         return BatchCosts(replace(self.problem, microbatches=len(microbatches)), tables)
 
     def order(self, lengths: Sequence[MicrobatchLengths], *, skips: Skips | None = None) -> BatchOrder:
@@ -268,16 +265,17 @@ class BatchPlanner:
         (`pyramid`), under every schedule. The simulator times all of them; the best that fit the memory are improved by exchanging and
         moving microbatches. Raises `PlanError` if nothing fits.
         """
-        return self._search(self._tabulate(read_lengths(lengths), skips))
+        return self._search(self._tabulate(read_lengths(lengths), skips), self.tries)
 
     def order_by_costs(self, costs: Costs, microbatches: int) -> BatchOrder:
         """The same for times and sizes that you know: `costs` with one value per stage and microbatch."""
-        return self._search(BatchCosts.read(replace(self.problem, costs=costs, microbatches=microbatches)))
+        count = check_count("microbatches", microbatches, most=MAX_MICROBATCHES)
+        return self._search(BatchCosts.read(replace(self.problem, costs=check_costs(costs), microbatches=count)), self.tries)
 
-    def _search(self, costs: BatchCosts) -> BatchOrder:
+    def _search(self, costs: BatchCosts, tries: int | None) -> BatchOrder:
         with self._lock:
             schedules = self._list_schedules(costs.problem.microbatches)
-            return BatchSearch(costs, schedules, self._build_slowest, self.tries, self._loops).run()
+            return BatchSearch(costs, schedules, self._build_slowest, tries, self._loops).run()
 
     def ahead(
         self, batches: Iterable[Batch], lengths: Callable[[Batch], Any], skips: Callable[[Batch], Skips | None] | None = None
@@ -286,6 +284,9 @@ class BatchPlanner:
 
         `lengths(batch)` and `skips(batch)` return what `order` takes. One batch more than the caller has seen is read from `batches`.
         """
+        for name, read in (("lengths", lengths), ("skips", skips)):
+            if not callable(read) and (name, read) != ("skips", None):
+                raise CostsError(f"{name} of ahead must be a function of a batch, got {read!r}")
         with ThreadPoolExecutor(1, thread_name_prefix="penstock-batches") as pool:
             waiting: tuple[Batch, Future[BatchOrder]] | None = None
             for batch in batches:
@@ -354,9 +355,32 @@ def _read_source(source: Any, costs: Costs | None, split: bool) -> tuple[Problem
     if not schedule.training or schedule.slices > 1:
         reason = "cuts sequences into slices" if schedule.slices > 1 else "has no backward"
         raise ScheduleError(f"{schedule.name or 'the schedule'} {reason}: batches are planned for schedules that train whole microbatches")
+    if schedule.spread_stages or problem.is_spread:
+        raise ScheduleError(
+            f"{schedule.name or 'the schedule'} spreads the vocabulary over the ranks, for which no batches are planned: give a plan "
+            "made without vocabulary=True"
+        )
     for name in problem.costs.differing:
         raise CostsError(f"{name} has one value per microbatch: give costs per stage, for microbatches of `sequence` tokens")
     return problem, schedule
+
+
+def _read_skips(skips: Any, stages: int, microbatches: int) -> Floats:
+    """1.0 for every stage and microbatch that runs, 0.0 for those that are skipped."""
+    runs = np.ones((stages, microbatches))
+    if skips is not None and not isinstance(skips, Mapping):
+        raise CostsError(f"skips must be a dictionary with the stages that each microbatch skips, like {{0: (0, 1)}}, got {skips!r}")
+    for microbatch, skipped in (skips or {}).items():
+        if isinstance(skipped, str) or not isinstance(skipped, Iterable):
+            raise CostsError(f"skips[{microbatch!r}] must be a list of stages, like (0, 1), got {skipped!r}")
+        for stage in skipped:
+            if microbatch not in range(microbatches) or stage not in range(stages):
+                raise CostsError(
+                    f"skips says that microbatch {microbatch} skips stage {stage}, but there are {microbatches} microbatches and "
+                    f"{stages} stages, numbered from 0"
+                )
+            runs[int(stage), int(microbatch)] = 0.0
+    return runs
 
 
 class BatchSearch:

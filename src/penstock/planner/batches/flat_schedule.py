@@ -24,7 +24,7 @@ TIMES = ("f", "i", "w", "b")
 """The times that steps take; after their tables come the same for overlapped actions, then one row of zeros."""
 _KINDS = (Kind.F, Kind.I, Kind.W, Kind.B)
 SIZES = ("activation", "weight_stash", "output")
-"""The sizes that memory changes by."""
+"""The sizes that memory changes by. What a whole microbatch keeps for later slices counts as its activation: it has none."""
 
 
 @dataclass(frozen=True, eq=False)
