@@ -432,6 +432,10 @@ class BatchSearch:
         steps, batch, scratch = self._find_columns(flat)
         return float(self.loops.find_excess(steps, batch, self._as_column(np.array(order)), scratch, math.inf))
 
+    def count_work(self) -> int:
+        """The work done so far, in the unit of `Scratch.spent`."""
+        return sum(int(scratch.spent[0]) for _, _, scratch in self.columns.values())
+
     # Search -----------------------------------------------------------------------------------------------------------
 
     def run(self) -> BatchOrder:
@@ -479,8 +483,7 @@ class BatchSearch:
         best = fitting[0] if fitting else None
         chosen = [*fitting, *over][:_CHOSEN]
         if self.tries is None:
-            done = sum(int(scratch.spent[0]) for _, _, scratch in self.columns.values())
-            tries, work = TRIES, max(WORK - done, _LEAST_WORK)
+            tries, work = TRIES, max(WORK - self.count_work(), _LEAST_WORK)
         else:
             tries, work = self.tries, sys.maxsize
         share = (1 - _ON_BEST) / max(len(chosen), 1)
