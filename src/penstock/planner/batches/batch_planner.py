@@ -156,8 +156,8 @@ class BatchPlanner:
     - `schedules`: names of schedules with the same placement to choose from, besides the source's own; all by default, none for `()`;
     - `memory_limit`: one size, or one per rank, parameters included; defaults to the plan's;
     - `split`: whether backwards may be split, for a schedule that splits none itself; a plan says so itself;
-    - `tries`: how many changes of the order are tried per batch; by default 800, and fewer for more than 512 stages times microbatches.
-      The result depends on the arguments alone, never on a clock, so every rank gets the same.
+    - `tries`: how many changes of the order are tried per batch; by default up to 3200, and fewer the more actions there are, so that
+      planning takes about as long for any size. The result depends on the arguments alone, never on a clock, so every rank gets the same.
 
     Building one compiles the search if numba is installed, and times every schedule once.
     """
@@ -403,6 +403,8 @@ class BatchSearch:
         self.random = self._as_column(np.array([1 + _SEED], dtype=np.int64))
         self.columns: dict[int, tuple[Steps, BatchColumns, Scratch]] = {}
         """What the loops read and write of each schedule, by its id."""
+        self.built: dict[tuple[int, ...], Costs] = {}
+        """The costs of each order that the simulator has timed."""
         limits, held = np.array(self.problem.limits), np.array(self.problem.static_memory)
         self.batch = BatchColumns(
             times=self._as_column(costs.times),
@@ -475,7 +477,9 @@ class BatchSearch:
         return list(map(float, objectives))
 
     def _simulate(self, flat: FlatSchedule, order: tuple[int, ...]) -> float:
-        return self.problem.objective(flat.time(self.costs.build(order)))
+        if order not in self.built:
+            self.built[order] = self.costs.build(order)
+        return self.problem.objective(flat.time(self.built[order]))
 
     def _improve(self, starts: list[TimedOrder]) -> TimedOrder | None:
         """Improve the best starts, then the best of the results again; None if nothing fits."""
