@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,14 @@ if TYPE_CHECKING:
 PerLayer = float | tuple[float, ...]
 
 CARDS = ("node", "device")
+MOST_DEVICES = 4096
+"""There is one table row per device, and one rank."""
 _NODE_FIELDS: dict[str, tuple[type, ...]] = {"node_latency": (int, float), "node_bandwidth": (int, float, str, type(None)), "card": (str,)}
 """Fields of a file that describe links by nodes, with their types."""
+_MOST_SPEED = 1e100
+"""Times that are divided by a speed must remain finite."""
+_SHOWN = 100
+"""Characters of a wrong value that an error shows."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +125,13 @@ def _check_speed(name: str, value: Any) -> PerLayer:
 
 
 def _check_one_speed(name: str, value: Any) -> float:
+    if isinstance(value, str):
+        raise CostsError(f"{name} must be a number, 1 for a device that is as fast as the profile, got {value!r}")
+    if not isinstance(value, bool) and isinstance(value, (int, float)) and not value > 0:
+        raise CostsError(f"{name} must be more than 0, got {value}: leave out devices that do not run")
     speed = check_number(name, value)
-    if not speed:
-        raise CostsError(f"{name} must be more than 0: leave a device that does not run out of the cluster")
+    if not 1 / _MOST_SPEED <= speed <= _MOST_SPEED:
+        raise CostsError(f"{name} must be from {1 / _MOST_SPEED:g} to {_MOST_SPEED:g}, got {speed:g}: it is relative to the profile")
     return speed
 
 
@@ -150,7 +160,7 @@ class Device:
         if self.memory is not None:
             object.__setattr__(self, "memory", parse_size(self.memory, "memory"))
             if not self.memory:
-                raise CostsError("memory must be more than 0")
+                raise CostsError("memory must be more than 0, got 0: leave it out, for all devices, if it has no limit")
 
     @property
     def speeds(self) -> Speeds:
@@ -208,7 +218,9 @@ class Cluster:
     def __post_init__(self) -> None:
         devices = tuple(self.devices) if is_table(self.devices) else ()
         if not devices or not all(isinstance(device, Device) for device in devices):
-            raise CostsError("a cluster needs a list of at least one device, each a penstock.Device")
+            raise CostsError(f"devices must be a list of at least one penstock.Device, got {_shorten(self.devices)}")
+        if len(devices) > MOST_DEVICES:
+            raise CostsError(f"{len(devices):,} devices: a cluster has at most {MOST_DEVICES:,}, one for each rank of a pipeline")
         object.__setattr__(self, "devices", devices)
         object.__setattr__(self, "latency", check_latency("latency", self.latency))
         object.__setattr__(self, "bandwidth", check_bandwidth("bandwidth", self.bandwidth, text=True))
@@ -264,7 +276,11 @@ class Cluster:
         for name, value in rates.items():
             if is_table(value):
                 raise CostsError(f"{name} is one number if links are described by nodes: leave out {', '.join(_NODE_FIELDS)} for a table")
+            (check_latency if name.endswith("latency") else partial(check_bandwidth, text=True))(name, value)
         devices = tuple(devices)
+        within_nodes = [name for name, unset in (("node_latency", 0.0), ("node_bandwidth", None)) if rates[name] != unset]
+        if within_nodes and not any(device.node for device in devices):
+            raise CostsError(f"{' and '.join(within_nodes)}: no device has a node, so no link is within one. Name the node of each device")
         owners: list[str | int] = [device.node if card == "node" and device.node else place for place, device in enumerate(devices)]
         cards = {owner: number for number, owner in enumerate(dict.fromkeys(owners))}
         first_pair = 2 * len(cards)
@@ -308,22 +324,30 @@ class Cluster:
         """Whether it does not matter which device is where: the same speeds, memory and links everywhere."""
         return len(self.list_groups()) == 1
 
-    def list_groups(self) -> list[tuple[int, ...]]:
-        """The devices in groups: any two of one group can change places without any difference."""
+    def list_groups(self, limits: Sequence[float] | None = None) -> list[tuple[int, ...]]:
+        """The devices in groups: any two of one group can change places without any difference.
+
+        With `limits`, one memory limit per device that counts instead of its memory.
+
+        >>> Cluster([Device(), Device()]).list_groups(limits=[4.0, 8.0])
+        [(0,), (1,)]
+        """
         groups: list[list[int]] = []
         for device in range(len(self.devices)):
-            group = next((group for group in groups if self._are_alike(group[0], device)), None)
+            equal = [group for group in groups if limits is None or limits[group[0]] == limits[device]]
+            group = next((group for group in equal if self._are_alike(group[0], device, limits is None)), None)
             if group is None:
                 groups.append([device])
             else:
                 group.append(device)
         return [tuple(group) for group in groups]
 
-    def _are_alike(self, one: int, other: int) -> bool:
-        """Whether everything stays the same if two devices change places, up to the numbers of lanes."""
+    def _are_alike(self, one: int, other: int, memory: bool) -> bool:
+        """Whether everything stays the same if two devices change places, up to the numbers of lanes, and their memory if that counts."""
         import numpy as np
 
-        if self.devices[one].kind != self.devices[other].kind:
+        first, second = self.devices[one], self.devices[other]
+        if first.kind != second.kind if memory else first.speeds != second.speeds:
             return False
         order = np.arange(len(self.devices))
         order[one], order[other] = other, one
@@ -383,6 +407,13 @@ class Cluster:
         """The fields of `Costs` that describe the links."""
         shared = {"contention": "independent", "lanes": None} if self.lanes is None else {"contention": "links", "lanes": self.lanes}
         return {"latency": self.latency, "bandwidth": self.bandwidth, **shared}
+
+    @property
+    def ignores_nodes(self) -> bool:
+        """Whether a node has several devices, and links within it are given like those between nodes: their rates may be forgotten."""
+        shared = len({device.node for device in self.devices if device.node}) < sum(bool(device.node) for device in self.devices)
+        plain = not isinstance(self.latency, tuple) and not isinstance(self.bandwidth, tuple) and self.lanes is None
+        return shared and len(self.nodes) > 1 and plain and (self.latency, self.bandwidth) != (0.0, None)
 
     def check_ranks(self, ranks: int) -> None:
         """Refuse another number of ranks than devices."""
@@ -510,16 +541,26 @@ def _divide(value: Any, speeds: Sequence[float]) -> Any:
 
 def _read_devices(data: Any) -> Iterator[Device]:
     if not isinstance(data, list):
-        raise CostsError(f"devices must be a list, got {data!r}")
+        raise CostsError(f"devices must be a list, got {_shorten(data)}: in a .toml file, begin each device with [[devices]]")
+    total = 0
     for place, entry in enumerate(data):
-        values = dict(entry) if isinstance(entry, dict) else entry
-        count = values.pop("count", 1) if isinstance(values, dict) else 1
+        name = f"device {place}"
+        values = dict(check_record(entry, Device, name, error=CostsError, types={"count": ()}))
+        count = check_count(f"{name}: count", values.pop("count", 1))
+        total += count
+        if total > MOST_DEVICES:
+            raise CostsError(f"{name}: with its count of {count:,} there are {total:,} devices; a cluster has at most {MOST_DEVICES:,}")
         try:
-            check_count("count", count)
-            device = Device.from_json(values)
+            device = Device(**values)
         except CostsError as error:
-            raise CostsError(f"device {place}: {error}") from None
+            raise CostsError(f"{name}: {error}") from None
         yield from [device] * count
+
+
+def _shorten(value: Any) -> str:
+    """A value as an error shows it."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
 def _lists(value: Any) -> Any:
