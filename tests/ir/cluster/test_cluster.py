@@ -43,7 +43,12 @@ def test_one_speed_is_that_of_every_kind() -> None:
         ({"speed": []}, r"speed is empty"),
         ({"memory": "8 apples"}, r"memory: '8 apples' is not a size"),
         ({"memory": 0}, r"memory must be more than 0"),
+        ({"memory": "9" * 400 + "GB"}, r"memory: a size must be a finite number of at least 0, got inf"),
+        ({"speed": 10**5000}, r"speed must be a finite number of at least 0, got a number of more than 100 digits"),
+        ({"speed": "x" * 1000}, r"got 'x{99}\.\.\.$"),
         ({"node": 1}, r"a device's node is text, got 1"),
+        ({"name": "a\nb"}, r"a device's name is one line of at most 200 printable characters, got 'a\\nb'"),
+        ({"node": "n" * 201}, r"a device's node is one line of at most 200 printable characters"),
     ],
 )
 def test_a_wrong_device_is_refused(fields: dict[str, Any], reason: str) -> None:
@@ -263,6 +268,20 @@ node = "small"
     assert cluster == Cluster.from_nodes(cluster.devices, latency=20e-6, bandwidth=12.5e9, node_latency=5e-6, node_bandwidth=3e11)
 
 
+def test_a_cluster_is_described_in_one_line() -> None:
+    assert Cluster([FAST]).describe() == "1 device (1 fast)"
+    many = [Device(f"d{k}", memory=1) for k in range(20)]
+    assert Cluster([FAST, SLOW, SLOW, *many]).describe().startswith("23 devices (1 fast, 2 slow, 1 d0, ")
+    assert Cluster([FAST, SLOW, SLOW, *many]).describe().endswith(", 1 d5, 14 more kinds)")
+
+
+def test_whole_numbers_of_any_length_are_refused_in_a_toml_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text("latency = " + "9" * 5000 + "\n[[devices]]\n")
+    with pytest.raises(FileFormatError, match=r"cluster\.toml: not a TOML file: Exceeds the limit"):
+        Cluster.load(path)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -272,6 +291,7 @@ node = "small"
         ('{"devices": [{"count": 1000000000000}]}', "device 0: with its count of 1,000,000,000,000 there are"),
         ('{"devices": [{"count": 4000}, {"count": 97}]}', "device 1: with its count of 97 there are 4,097 devices"),
         ('{"devices": ["a"]}', "device 0: the data must be an object, got text"),
+        ('{"devices": [{}], "latency": ' + "9" * 5000 + "}", "not a JSON file: Exceeds the limit"),
         ("[" * 100_000, "not a JSON file: its lists or tables are nested too deeply"),
         ('{"devices": [{"name": "a", "sped": 1}]}', "device 0: there is no field 'sped': did you mean 'speed'"),
         ('{"devices": [{"count": 0}]}', "device 0: count must be a whole number of at least 1, got 0"),

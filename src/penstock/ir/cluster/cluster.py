@@ -16,7 +16,8 @@ from penstock.errors import CostsError, FileFormatError, nearest
 from penstock.ir.cluster.links import Bandwidth, Lanes, Latency, as_array, check_bandwidth, check_lanes, check_latency, is_table, permute
 from penstock.ir.formats.reading import check_record, read_settings, suffix_of
 from penstock.ir.formats.toml_form import toml_value
-from penstock.text.units import SECONDS, check_count, check_number, parse_size
+from penstock.text.numbers import format_count
+from penstock.text.units import SECONDS, check_count, check_number, parse_size, shorten
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,8 +35,8 @@ _NODE_FIELDS: dict[str, tuple[type, ...]] = {"node_latency": (int, float), "node
 """Fields of a file that describe links by nodes, with their types."""
 _MOST_SPEED = 1e100
 """Times that are divided by a speed must remain finite."""
-_SHOWN = 100
-"""Characters of a wrong value that an error shows."""
+_LONGEST_NAME, _MOST_KINDS = 200, 8
+"""Characters of a name, and kinds of devices that are named in one line."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,9 @@ def _check_speed(name: str, value: Any) -> PerLayer:
 
 def _check_one_speed(name: str, value: Any) -> float:
     if isinstance(value, str):
-        raise CostsError(f"{name} must be a number, 1 for a device that is as fast as the profile, got {value!r}")
+        raise CostsError(f"{name} must be a number, 1 for a device that is as fast as the profile, got {shorten(value)}")
     if not isinstance(value, bool) and isinstance(value, (int, float)) and not value > 0:
-        raise CostsError(f"{name} must be more than 0, got {value}: leave out devices that do not run")
+        raise CostsError(f"{name} must be more than 0, got {shorten(value)}: leave out devices that do not run")
     speed = check_number(name, value)
     if not 1 / _MOST_SPEED <= speed <= _MOST_SPEED:
         raise CostsError(f"{name} must be from {1 / _MOST_SPEED:g} to {_MOST_SPEED:g}, got {speed:g}: it is relative to the profile")
@@ -154,8 +155,11 @@ class Device:
 
     def __post_init__(self) -> None:
         for name in ("name", "node"):
-            if not isinstance(getattr(self, name), str):
-                raise CostsError(f"a device's {name} is text, got {getattr(self, name)!r}")
+            text = getattr(self, name)
+            if not isinstance(text, str):
+                raise CostsError(f"a device's {name} is text, got {shorten(text)}")
+            if not text.isprintable() or len(text) > _LONGEST_NAME:
+                raise CostsError(f"a device's {name} is one line of at most {_LONGEST_NAME} printable characters, got {shorten(text)}")
         object.__setattr__(self, "speed", Speeds.of(self.speed))
         if self.memory is not None:
             object.__setattr__(self, "memory", parse_size(self.memory, "memory"))
@@ -218,7 +222,7 @@ class Cluster:
     def __post_init__(self) -> None:
         devices = tuple(self.devices) if is_table(self.devices) else ()
         if not devices or not all(isinstance(device, Device) for device in devices):
-            raise CostsError(f"devices must be a list of at least one penstock.Device, got {_shorten(self.devices)}")
+            raise CostsError(f"devices must be a list of at least one penstock.Device, got {shorten(self.devices)}")
         if len(devices) > MOST_DEVICES:
             raise CostsError(f"{len(devices):,} devices: a cluster has at most {MOST_DEVICES:,}, one for each rank of a pipeline")
         object.__setattr__(self, "devices", devices)
@@ -433,9 +437,10 @@ class Cluster:
     def describe(self) -> str:
         """Devices and nodes in one line: `6 devices (2 fast, 4 slow) in 2 nodes`."""
         names = Counter(device.name or f"of speed {device.speeds.describe()}" for device in self.devices)
-        kinds = ", ".join(f"{count} {name}" for name, count in names.items())
+        listed = [f"{count} {name}" for name, count in [*names.items()][:_MOST_KINDS]]
+        kinds = ", ".join([*listed, *([f"{len(names) - len(listed)} more kinds"] if len(names) > len(listed) else [])])
         nodes = f" in {len(self.nodes)} nodes" if len(self.nodes) > 1 else ""
-        return f"{len(self.devices)} devices ({kinds}){nodes}"
+        return f"{format_count(len(self.devices), 'device')} ({kinds}){nodes}"
 
     def name_of(self, device: int) -> str:
         """The name of a device, or its number."""
@@ -541,7 +546,7 @@ def _divide(value: Any, speeds: Sequence[float]) -> Any:
 
 def _read_devices(data: Any) -> Iterator[Device]:
     if not isinstance(data, list):
-        raise CostsError(f"devices must be a list, got {_shorten(data)}: in a .toml file, begin each device with [[devices]]")
+        raise CostsError(f"devices must be a list, got {shorten(data)}: in a .toml file, begin each device with [[devices]]")
     total = 0
     for place, entry in enumerate(data):
         name = f"device {place}"
@@ -555,12 +560,6 @@ def _read_devices(data: Any) -> Iterator[Device]:
         except CostsError as error:
             raise CostsError(f"{name}: {error}") from None
         yield from [device] * count
-
-
-def _shorten(value: Any) -> str:
-    """A value as an error shows it."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
 def _lists(value: Any) -> Any:

@@ -58,7 +58,7 @@ def parse_toml(text: str, file: str) -> Any:
     """Parse TOML from a file."""
     try:
         return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # integers of too many digits are a plain ValueError
         reason = _TOO_DEEP if isinstance(error, RecursionError) else error
         raise FileFormatError(file, f"not a TOML file: {reason}") from None
 
