@@ -55,8 +55,8 @@ _SMALL = 200
 """The exact solver is tried up to this many compute actions."""
 _RECUT, _NEARLY = 4, 0.05
 """Named schedules whose cuts are shifted: the fastest, and others that are slower by at most that share."""
-_HOPEFUL = 0.5
-"""Schedules that fit are timed on all settings of a small cluster if they are slower than the fastest by at most that share."""
+_HOPEFUL, _FEW_SETTINGS = 0.5, 60
+"""Schedules that fit and are slower than the fastest by more than that share are timed on so few settings of a small cluster."""
 _OFFLOADED, _OFFLOAD_COST = 6, 12
 """Schedules that are made to fit with activations on the host, and how often each is timed."""
 _PLURAL = re.compile(r"\((e?s)\)")
@@ -254,9 +254,11 @@ class Explorer:
         named = [candidate for candidate in self.candidates if candidate.timed is not None and candidate.name != SEARCHED]
         plain = [candidate for candidate in named if candidate.slices == 1 and not candidate.vocabulary]
         for candidate in sorted(plain, key=lambda candidate: (not candidate.fits, candidate.time_or_inf)):
+            is_over = partial(self._is_over, "devices not exchanged", candidate.problem.cells, share)
             if self.best is not None and candidate.fits and candidate.time_or_inf > self.best.time_or_inf * (1 + _HOPEFUL):
-                continue
-            better = try_settings(candidate, self.request, partial(self._is_over, "devices not exchanged", candidate.problem.cells, share))
+                better = try_settings(candidate, self.request, is_over, _FEW_SETTINGS)
+            else:
+                better = try_settings(candidate, self.request, is_over)
             if better is not candidate:
                 self._add(better, candidate.place)
 

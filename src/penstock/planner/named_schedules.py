@@ -441,11 +441,11 @@ def reassign(candidate: Candidate, request: Request, stop: Callable[[], bool]) -
     return best
 
 
-def try_settings(candidate: Candidate, request: Request, stop: Callable[[], bool]) -> Candidate:
+def try_settings(candidate: Candidate, request: Request, stop: Callable[[], bool], most: int = _MOST_TRIED) -> Candidate:
     """The same order on the fastest of the most promising settings of a small cluster; from a candidate that need not fit."""
     problem, best = candidate.problem, candidate
     assert problem.profile is not None
-    left = min(_MOST_TRIED, _TRIED_CELLS // problem.cells)
+    left = min(most, _TRIED_CELLS // problem.cells)
     for setting in request.list_settings(problem.profile, problem.placement, problem.recompute):
         if best.fits and setting.bound >= best.time_or_inf * (1 - _FASTER):
             continue
