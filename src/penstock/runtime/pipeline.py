@@ -588,15 +588,17 @@ class Pipeline:
 
         The state of this rank must be that of the last checkpoint, which the others load.
         """
-        if self.recovery is not None and not self.recovery.alone and self.joint is not None and not self.postponed_steps:
+        if self.recovery is not None and not self.recovery.alone and not self.postponed_steps:
             self.recovery.run(self._readmit)
 
     def _readmit(self) -> None:
         assert self.recovery is not None
         assert self.grid is not None
-        whole = self.grid.whole
-        waiting = whole.gather(whole.rank, "returning ranks", whole.list_returning(), self.deadline)[0]
-        if {*whole.members, *waiting} != set(range(whole.ranks)):
+        whole, waiting = self.grid.whole, list[int]()
+        if self.joint is not None:
+            waiting = whole.gather(whole.rank, "returning ranks", whole.list_returning(), self.deadline)[0]
+        if not waiting or {*whole.members, *waiting} != set(range(whole.ranks)):
+            # Also if no rank is lost: some may be told of a loss in the save before, and others not until the next call.
             self.recovery.decide("no rank returns", None, do_nothing, lambda _: None)
             return
         whole.readmit(waiting, self.deadline)
@@ -681,7 +683,9 @@ class Pipeline:
         """The input of the next step; `take` makes it out of the arguments."""
         self.flush_metrics()
         self._calls += 1
-        return take(*arguments)
+        feed = take(*arguments)
+        feed.share.call = self._calls
+        return feed
 
     @report_refusal
     def _prepare(self, feed: StepInput, training: bool, measured: bool) -> tuple[Executor, StepInput]:
@@ -705,7 +709,6 @@ class Pipeline:
         executor = self._executor(count, training, feed.schedule)
         feed.share.records = self.record
         executor.recording = self.record or measured
-        feed.share.call = self._calls
         if training and self.batches.stages - 1 in self.stages:
             self.batches.check_target(feed)
         self.group.enter(self.rank, self.deadline)
