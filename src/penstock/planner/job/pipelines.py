@@ -51,7 +51,7 @@ _LEAST_RATIO = 0.01
 _NEAR = 0.003
 """An order that is slower than the best by no more than this share is placed anew for its own costs."""
 _MOST_PLACED = 150_000
-"""Compute actions of the longest order that is placed anew."""
+"""Compute actions of the longest order that is placed anew, and in which S and T are placed at all once a configuration fits."""
 _TIMED_BY = {Kind.F: (0,), Kind.I: (1,), Kind.W: (2,), Kind.B: (1, 2)}
 """The rows of `list_times` that an action takes."""
 
@@ -219,7 +219,7 @@ class PipelineTrials:
         shares = self._share(order, template.moments, (self._limit,) * order.problem.ranks)
         if not isinstance(shares, Shares):
             return ScheduleTrial(order.name, excess=shares)
-        if bound >= best:
+        if bound >= best or (best < math.inf and len(order.schedule.rows.codes) > _MOST_PLACED):
             return ScheduleTrial(order.name, bound=bound)
         costs = self._make_problem(order, shares.sizes, shares.recomputed).costs
         tried: list[ScheduleTrial] = []

@@ -103,12 +103,14 @@ def _list_alternatives(plan: JobPlan) -> list[Alternative]:
 
 def _compare(plan: JobPlan, name: str, value: Any, trials: list[Trial]) -> Alternative:
     fastest = min(trials, key=lambda trial: trial.seconds)
-    waiting = [trial.at_least for trial in trials if trial.verdict == Verdict.SLOW]
+    waiting = [trial.at_least for trial in trials if trial.verdict in {Verdict.SLOW, Verdict.REFUSED}]
     bound = min([fastest.seconds, *waiting])
     if fastest.seconds < math.inf:
         slower = fastest.seconds / plan.seconds - 1
         words = "as fast" if slower < 5e-5 else f"{slower:.1%} slower"
         return Alternative(name, value, fastest.seconds, bound, None, f"{words}: {_describe_rest(plan, fastest)}")
+    if waiting and bound < plan.seconds:
+        return Alternative(name, value, None, bound, None, "not timed: its orders are too long to share the vocabulary in")
     if waiting:
         return Alternative(name, value, None, bound, None, f"at least {bound / plan.seconds - 1:.1%} slower by its bound")
     nearest = min(trials, key=lambda trial: trial.excess)
@@ -230,8 +232,9 @@ def _list_others(plan: JobPlan) -> Iterator[str]:
         for place, other in enumerate(others[:_SHOWN]):
             title, own = (_NAMES.get(name, name), str(getattr(plan.configuration, name))) if not place else ("", "")
             rows.append((title, own, str(other.value), "-" if other.seconds is None else plan.units.time(other.seconds), other.words))
-    fit, over, slow = (counts.get(verdict.value, 0) for verdict in (Verdict.FITS, Verdict.OVER, Verdict.SLOW))
+    fit, over, slow, long = (counts.get(verdict.value, 0) for verdict in (Verdict.FITS, Verdict.OVER, Verdict.SLOW, Verdict.REFUSED))
     tally = f"{fit} timed and fit; {over} do not fit; {slow} not timed, because the bound is above the best"
+    tally += f"; {long} not timed, because their orders are too long to share the vocabulary in" * bool(long)
     yield f"{sum(counts.values())} configurations: {tally}"
     if len(rows) > 1:
         yield ""

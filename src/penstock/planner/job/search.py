@@ -37,7 +37,7 @@ class Trial:
     bound: float
     """Seconds that no schedule, partition or recompute of this configuration can beat."""
     verdict: Verdict
-    """`FITS`, `OVER`, or `SLOW` if its bound is above the best."""
+    """`FITS`, `OVER`, `SLOW` if its bound is above the best, or `REFUSED` if only its orders are too long to share the vocabulary in."""
     schedules: tuple[ScheduleTrial, ...] = field(default=(), repr=False)
     """The fastest that fits first."""
     excess: float = 0.0
@@ -239,6 +239,8 @@ class ConfigurationSearch:
         fits = bool(schedules) and schedules[0].timed is not None
         open_bounds = [tried.bound for tried in schedules if not tried.excess]
         verdict = Verdict.FITS if fits else Verdict.SLOW if open_bounds else Verdict.OVER
+        if verdict == Verdict.SLOW and min(open_bounds) < best:
+            verdict = Verdict.REFUSED
         excess = min((tried.excess for tried in schedules), default=0.0) if verdict == Verdict.OVER else 0.0
         timed = replace(trial, verdict=verdict, schedules=schedules, excess=excess)
         self.trials[trial.configuration] = timed
