@@ -18,6 +18,9 @@ TITAN := .venv-titan
 SKY := .venv-sky
 TITAN_TESTS := tests/models/test_processes_torchtitan.py tests/integrations/test_torchtitan_modules.py tests/docs/test_torchtitan_settings.py
 
+# Processes that the tests start share compiled modules, also if the caller's environment says that none are written.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup demo test quick matrix fuzz page bench cases paper docs pictures deepspeed titan sky lint

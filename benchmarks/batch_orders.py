@@ -25,13 +25,14 @@ SEQUENCE, QUADRATIC, LONGEST = 1024, 0.2, 16384
 SIGMAS = (0.4, 0.8, 1.2)
 SHAPES = ((4, 16), (8, 32))
 SEEDS = 20
+LARGER = ((8, 64), (16, 64), (16, 128), (32, 128), (32, 256))
+LARGER_SEEDS = 5
 SORTED = ("ascending", "descending")
 LIMITED = "within the memory of 1F1B"
 SETTINGS: dict[str, tuple[str, ...] | None] = {"1F1B only": (), LIMITED: None, "any schedule": None}
 """The schedules to choose from besides 1F1B; one setting has the memory limit that 1F1B needs in the fixed order."""
 MOST = 0.02
-"""Seconds that planning or packing a batch may take, up to `LARGE`."""
-LARGE = (8, 64)
+"""Seconds that planning a batch may take up to the last of `LARGER`, and packing one up to the first."""
 
 
 @contextmanager
@@ -45,8 +46,12 @@ def suite(short: bool) -> Iterator[list[Case]]:
             for schedules in SETTINGS
         ),
         *(Case(f"planning, {schedules}", partial(_speed, shapes[-1], schedules, 2 if short else 20)) for schedules in SETTINGS),
-        Case("planning, larger", partial(_speed, shapes[-1] if short else LARGE, "any schedule", 2 if short else 20)),
-        Case("packing, time", partial(_pack_speed, shapes[-1] if short else LARGE, 2 if short else 20)),
+        *(
+            Case(f"planning, p={shape[0]} m={shape[1]}, {schedules}", partial(_speed, shape, schedules, 2 if short else 20))
+            for shape in (() if short else LARGER)
+            for schedules in ("any schedule", LIMITED)
+        ),
+        Case("packing, time", partial(_pack_speed, shapes[-1] if short else LARGER[0], 2 if short else 20)),
         Case("packing", partial(_pack_rows, shapes[-1], seeds)),
     ]
 
@@ -176,14 +181,9 @@ def _pack_rows(shape: tuple[int, int], seeds: int) -> list[Row]:
 
 def write_tables() -> Iterator[str]:
     """The tables of docs/batches.md, in Markdown."""
-    yield "| ranks, microbatches | sigma | schedules | 1F1B, fixed order | fixed order | ascending | descending | planned |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for shape in SHAPES:
-        for sigma in SIGMAS:
-            for setting in SETTINGS:
-                outcomes = [run_batch(shape, sigma, setting, seed) for seed in range(SEEDS)]
-                cells = [_average([getattr(each, name) for each in outcomes]) for name in ("first", "fixed", *SORTED, "planned")]
-                yield f"| {shape[0]}, {shape[1]} | {sigma} | {setting} | {' | '.join(cells)} |"
+    yield from _write_orders(SHAPES, SIGMAS, SEEDS)
+    yield ""
+    yield from _write_orders(LARGER, SIGMAS[1:2], LARGER_SEEDS)
     yield ""
     yield "| samples | sigma | largest cost | packed | above its bound | 1F1B | packed | planned | packed |"
     yield "|---|---|---|---|---|---|---|---|---|"
@@ -196,6 +196,17 @@ def write_tables() -> Iterator[str]:
             ]
             gap = max(packed.gap for _, packed in pairs)
             yield f"| {samples} | {sigma} | {' | '.join([*means[0], f'{gap:.2%}', *means[1], *means[2]])} |"
+
+
+def _write_orders(shapes: tuple[tuple[int, int], ...], sigmas: tuple[float, ...], seeds: int) -> Iterator[str]:
+    yield "| ranks, microbatches | sigma | schedules | 1F1B, fixed order | fixed order | ascending | descending | planned |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for shape in shapes:
+        for sigma in sigmas:
+            for setting in SETTINGS:
+                outcomes = [run_batch(shape, sigma, setting, seed) for seed in range(seeds)]
+                cells = [_average([getattr(each, name) for each in outcomes]) for name in ("first", "fixed", *SORTED, "planned")]
+                yield f"| {shape[0]}, {shape[1]} | {sigma} | {setting} | {' | '.join(cells)} |"
 
 
 def _average(values: list[float]) -> str:

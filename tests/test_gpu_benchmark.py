@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -11,22 +12,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--small", "--out", str(out), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT, env=_environment())
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+SCRIPT = ROOT / "benchmarks" / "gpu.py"
 
 
 @pytest.mark.slow
 def test_every_section_writes_its_rows(tmp_path: Path) -> None:
-    done = run(tmp_path)
+    command = [sys.executable, str(SCRIPT), "--small", "--out", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert list(found["sections"]) == ["overhead", "graphs", "split", "overlap", "conformance", "memory", "partitions", "uneven"]
@@ -42,7 +35,7 @@ def test_every_section_writes_its_rows(tmp_path: Path) -> None:
 def test_it_ends_with_1_where_a_row_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the tiny size only differing numbers fail: its figures mean nothing."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    fails = runpy.run_path(str(ROOT / "benchmarks" / "gpu.py"))["fails"]
+    fails = runpy.run_path(str(SCRIPT))["fails"]
     slow, other = {"rows": [{"good": "yes"}, {"good": "NO"}]}, {"rows": [{"same to the last bit": "NO"}]}
     assert fails("split", slow, False)
     assert not fails("split", slow, True)
@@ -52,8 +45,9 @@ def test_it_ends_with_1_where_a_row_says_no(monkeypatch: pytest.MonkeyPatch) -> 
     assert not fails("memory", {"rows": [{"good": "yes"}, {"rank": 1}]}, False)
 
 
-def test_an_unknown_section_is_refused(tmp_path: Path) -> None:
-    done = run(tmp_path / "none", "--only", "splt")
-    assert done.returncode == 2
-    assert "no section 'splt'; there are overhead" in done.stderr
+def test_an_unknown_section_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(SCRIPT))["main"](["--small", "--out", str(tmp_path / "none"), "--only", "splt"])
+    assert "no section 'splt'; there are overhead" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()

@@ -247,12 +247,12 @@ def test_cases_are_run_on_every_engine(tmp_path: Path) -> None:
         assert f"| {number} | {case['title']} |" in done.stdout
 
 
-def test_an_unknown_case_is_refused() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "peer_cases.py"), "22"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 2
-    assert "no case '22'; there are 1a, 1b" in done.stderr
+def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks.peer_cases import main
+
+    with pytest.raises(SystemExit, match="2"):
+        main(["22"])
+    assert "no case '22'; there are 1a, 1b" in capsys.readouterr().err
 
 
 def test_the_state_follows_from_what_was_measured() -> None:

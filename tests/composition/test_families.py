@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -99,10 +101,22 @@ def resumed(family: str, mesh: DeviceMesh, folder: Path) -> Outcome:
     return Outcome.of(other, other.step(x, target=y))
 
 
-def everything(family: str, folder: Path) -> dict[str, Any]:
-    """All features of one family, on meshes of these processes."""
-    ranks = ranks_of(family)
+def run_families(ranks: int, families: list[str], folder: Path) -> dict[str, dict[str, Any]]:
+    """All features of families that run on as many ranks. They share the meshes, and with them what torch derives for sharded operators."""
     over_data, over_tensors = mesh_of(pp=ranks, dp=4 // ranks), mesh_of(pp=ranks, dp=2 // ranks, tp=2)
+    hybrid = mesh_of(pp=1, dp_replicate=2, dp_shard=2)
+    found = {}
+    for family in families:
+        try:
+            found[family] = everything(family, over_data, over_tensors, hybrid, folder)
+        except Exception as error:
+            error.add_note(f"in the family {family}")
+            raise
+    return found
+
+
+def everything(family: str, over_data: DeviceMesh, over_tensors: DeviceMesh, hybrid: DeviceMesh, folder: Path) -> dict[str, Any]:
+    """All features of one family."""
     found = {
         "replicate": step(family, over_data),
         "FSDP2": step(family, over_data, shard=True),
@@ -114,14 +128,8 @@ def everything(family: str, folder: Path) -> dict[str, Any]:
     with torch.autocast("cpu", torch.bfloat16):
         found["autocast"] = step(family, over_data, dtype=torch.float32)
     if family not in EVEN:
-        found["HSDP"] = step(family, mesh_of(pp=1, dp_replicate=2, dp_shard=2), shard=True)
+        found["HSDP"] = step(family, hybrid, shard=True)
     return found
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[dict[str, Any]]]:
-    """The results of every process, by family: one run for all features."""
-    return {}
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +137,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
 
 
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest, start_workers: Callable[[], Workers], folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The results of every process, by family: one run for all families with the same number of ranks, of those whose tests are run."""
+    cloudpickle.register_pickle_by_value(request.module)
+    wanted = {item.callspec.params["family"] for item in request.session.items if item.nodeid.startswith(f"{request.node.nodeid}::")}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for ranks in (1, 2):
+        families = [family for family in FAMILIES if family in wanted and ranks_of(family) == ranks]
+        results = start_workers().run(run_families, (ranks, families, folder)) if families else []
+        found |= {family: [theirs[family] for theirs in results] for family in families}
+    return found
+
+
 @pytest.mark.parametrize(("family", "feature"), CASES)
-def test_family(workers: Workers, outcomes: dict[str, list[dict[str, Any]]], folder: Path, family: str, feature: str) -> None:
-    if family not in outcomes:
-        outcomes[family] = workers.run(everything, (family, folder))
+def test_family(outcomes: dict[str, list[dict[str, Any]]], folder: Path, family: str, feature: str) -> None:
     found, ranks = [theirs[feature] for theirs in outcomes[family]], ranks_of(family)
     if feature == "autocast":
         check_autocast(found, model_for(family, ranks, torch.float32), 4 // ranks)

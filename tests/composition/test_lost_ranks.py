@@ -24,7 +24,7 @@ from penstock.runtime import Checkpoints, Pipeline, device_mesh, launch, rank
 from penstock.runtime.launch.workers import Workers
 from penstock.runtime.transport.all_gather import AllGather
 
-WIDTH, STEPS, MICROBATCHES = 5, 6, 4
+WIDTH, STEPS, LONG, MICROBATCHES = 5, 6, 16, 4
 SIZES = (8, 12)
 """Rows of the two replicas."""
 SOON = 60.0
@@ -78,7 +78,7 @@ def make_batch(step: int) -> tuple[list[Tensor], list[Tensor]]:
     return list(x.split(SIZES)), list(y.split(SIZES))
 
 
-def train_alone(blocks: int, steps: int) -> dict[str, Any]:
+def train_alone(blocks: int, steps: int, accumulate: int) -> dict[str, Any]:
     """The unpipelined model on the same microbatches; running statistics are those of the first replica, as on a mesh."""
     model = Model(blocks)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
@@ -96,6 +96,8 @@ def train_alone(blocks: int, steps: int) -> dict[str, Any]:
                 for name, buffer in model.named_buffers():
                     buffer.copy_(buffers[name])
         losses.append(total)
+        if (step + 1) % accumulate:
+            continue
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
         optimizer.zero_grad()
@@ -206,9 +208,11 @@ def run(function: Callable[..., Any], args: tuple[Any, ...], ranks: int = 4, **o
 
 @pytest.mark.slow
 def test_the_others_go_on(workers: Workers, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A rank stops answering, and another is killed in a forward: both columns have one rank left, and inputs and targets are sent on.
+    """A rank stops answering, and another is killed in the last exchange of a step: both columns have one rank left, and inputs and targets
+    are sent on.
 
-    The lost ranks had summed their own part of the gradients of steps that were not finalized: the others run these steps again.
+    The lost ranks had summed their own part of the gradients of steps that were not finalized: the others run these steps again, also one
+    that has completed the last of them and is in the next already.
     Everything is as in a run without losses, random streams too.
     """
 
@@ -220,7 +224,7 @@ def test_the_others_go_on(workers: Workers, tmp_path: Path, caplog: pytest.LogCa
         return out
 
     without = workers.run(train_with, ({}, str(tmp_path)))
-    found = run(train_with, ({1: (3, "stop"), 4: (0, "forward")}, str(tmp_path)), losses=2)
+    found = run(train_with, ({1: (3, "stop"), 4: (0, "commit")}, str(tmp_path)), losses=2)
     state = {name: value for result in reversed(without) for name, value in result["state"].items()}  # statistics are the first replica's
     outputs = [next(result["outputs"][1] for result in without if result["outputs"][0] == replica) for replica in range(2)]
     check(found, {**without[0], "state": state, "outputs": outputs}, {0, 3})
@@ -235,29 +239,33 @@ def test_the_others_go_on(workers: Workers, tmp_path: Path, caplog: pytest.LogCa
 
 
 def come_back(folder: str) -> dict[str, Any]:
-    """Train with a checkpoint every other step; ranks 3, 0 and 2 die once: in the last exchange of a step, before a norm, and in a save.
+    """Train with a checkpoint every other step, in which a rank comes back that has died since the last one.
 
-    Rank 0 had to send the norms of its column, which its peer does instead.
+    Some ranks complete the step in which rank 3 dies, which finalizes the gradients of two, and others are told its result: none of them
+    runs the first of the two again. Rank 0 had to send the norms of its column, which its peer does instead. Some complete the save in
+    which rank 2 dies, and others are told that it is complete; the one in which rank 1 dies is made again. Rank 3 dies again in a forward.
     """
+    deaths = {(1, 3): "commit", (3, 0): "norm", (5, 2): "checkpoint", (9, 1): "plan together", (12, 3): "forward"}
     pipe, replica = make_pipeline("1f1b")
     optimizer = torch.optim.Adam(pipe.parameters(), lr=0.05)
     checkpoints = Checkpoints(folder)
     start = checkpoints.load_latest(pipe, optimizer)
     out: dict[str, Any] = {"losses": [], "norms": [], "seconds": [0.0], "lost": []}
-    for step in range(0 if start is None else start.step, STEPS + 4):
-        place = None if start is not None else {(1, 3): "commit", (3, 0): "norm", (5, 2): "plan together"}.get((step, rank()))
-        if place in ("commit", "plan together"):
+    for step in range(0 if start is None else start.step, LONG):
+        place = deaths.get((step, rank()))
+        if place not in (None, "norm"):
             arm(pipe, place)
         inputs, targets = make_batch(step)
-        result = pipe.step(inputs[replica], target=targets[replica])
+        finalize = step % 2 == 1
+        result = pipe.step(inputs[replica], target=targets[replica], finalize_gradients=finalize)
         out["losses"].append(float(result.loss))
         if place == "norm":
             die()
-        out["norms"].append(float(pipe.clip_grad_norm_(0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
         out["lost"].append(result.lost)
-        if step % 2:
+        if finalize:
+            out["norms"].append(float(pipe.clip_grad_norm_(0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
             if len(pipe.grid.whole.members) < 4:  # give the new process time to start
                 until = time.monotonic() + SOON
                 while len(pipe.grid.whole.list_returning()) + len(pipe.grid.whole.members) < 4 and time.monotonic() < until:
@@ -268,12 +276,11 @@ def come_back(folder: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_ranks_come_back_at_a_checkpoint(tmp_path: Path) -> None:
-    found = run(come_back, (str(tmp_path),), losses=3, restart=True)
-    check(found, train_alone(2, STEPS + 4), set())
-    assert [result["started"] for result in found] == [4, 0, 8, 2]
-    lost = [None if said is None else said[:6] for said in found[1]["lost"]]
-    assert lost[1] in (None, "rank 3")  # the step is completed if any rank has completed its last exchange, else run again
-    assert lost[:1] + lost[2:] == [None, None, None, None, None, "rank 2", "rank 2", None, None]
+    found = run(come_back, (str(tmp_path),), losses=5, restart=True)
+    check(found, train_alone(2, LONG, 2), set())
+    assert [result["started"] for result in found] == [4, 12, 8, 14]
+    lost = [None if said is None else said[:6] for said in found[0]["lost"]]
+    assert lost == [None, None, "rank 2", "rank 2", None, None, "rank 1", "rank 1", "rank 3", "rank 3", None, None]
 
 
 def lose_a_shard() -> str:

@@ -245,7 +245,7 @@ def test_programs_without_the_actions_are_refused(workers: Workers) -> None:
 
 @KINDS
 def test_devices_of_a_plan_are_those_along_the_pipeline(workers: Workers, shard: bool) -> None:
-    """The second device of each data rank's pipeline holds the first stage."""
+    """The second device of each data rank's pipeline holds the first stage; for losses the mesh says so too."""
     cluster = ps.Cluster([ps.Device(speed=1.0), ps.Device(speed=2.0)])
     profile = ps.Profile([ps.Layer(f=1, i=1, w=1)] * 3)
     plan = ps.plan(profile, cluster=cluster, microbatches=4, schedules=["zb-h1"], seconds=0)
@@ -255,6 +255,8 @@ def test_devices_of_a_plan_are_those_along_the_pipeline(workers: Workers, shard:
     def train() -> tuple[Outcome, int, list[int]]:
         mesh = mesh_of(pp=2, dp=2)
         pipe = Pipeline(copy.deepcopy(model), plan, loss_fn=functional.mse_loss, mesh=mesh, shard=shard)
+        assert [pipe.grid.locate(number) for number in range(4)] == [(1, 0), (1, 1), (0, 0), (0, 1)]
+        assert pipe.grid.find_survivors().places[pipe.grid.whole.rank] == (pipe.rank, pipe.data.rank)
         mine, target = split_over(mesh, x, y, SIZES)
         return Outcome.of(pipe, pipe.step(mine, target=target)), mesh["pp"].get_local_rank(), sorted(pipe.stages)
 

@@ -329,11 +329,11 @@ def test_a_table_of_links_gives_the_time_of_each_pair() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"latency": [[0, 1], [1]]}, r"latency has 2 rows, but row 1 has 1 values"),
+        ({"latency": [[0, 1], [1]]}, r"latency has 2 rows, but row 1 has 1 value:"),
         ({"latency": [0, 1]}, r"latency must be a table with one row per sending rank"),
         ({"latency": []}, r"latency must be a table"),
         ({"latency": [[0, -1], [1, 0]]}, r"latency\[0\]\[1\] must be a finite number of at least 0, got -1"),
-        ({"bandwidth": [[None, 1], [0, None]]}, r"bandwidth\[1\]\[0\] must be more than 0, or None"),
+        ({"bandwidth": [[None, 1], [0, None]]}, r"bandwidth\[1\]\[0\] must be more than 0, got 0: a link without bandwidth"),
         ({"bandwidth": [[None, "1"], [1, None]]}, r"bandwidth\[0\]\[1\] must be a number"),
         ({"lanes": LANES}, r"contention='independent' with lanes: 'links' and lanes= go together"),
         ({"contention": "links"}, r"contention='links' with no lanes"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, permutations
 from typing import Any
 
@@ -54,6 +54,23 @@ class Case:
                     best = least
         return best, least
 
+    def list_timed(self, names: Sequence[str]) -> Iterator[tuple[float, Problem]]:
+        """Every order of the devices with every partition under each of these schedules that fits, and how long it takes."""
+        ranks, layers = len(self.cluster), len(self.profile)
+        for name in names:
+            schedule = ps.schedule(name, ranks, self.microbatches)
+            program, placement = ps.lower(schedule), schedule.placement
+            for devices in permutations(range(ranks)):
+                assignment = Assignment(self.cluster, devices)
+                limits = None if self.limits is None else assignment.arrange(self.limits)
+                for inner in combinations(range(1, layers), placement.stages - 1):
+                    sizes = tuple(last - first for first, last in pairwise((0, *inner, layers)))
+                    shape = self.profile, placement, self.microbatches, sizes, (False,) * placement.stages
+                    problem = Problem.cut(*shape, limits, True, self.split, (), assignment)
+                    timeline = ps.simulate(program, problem.costs)
+                    if problem.fits(timeline):
+                        yield problem.objective(timeline), problem
+
 
 def build_schedule(problem: Problem, jobs: tuple[Job, ...]) -> ps.Schedule:
     rows: list[list[str]] = [[] for _ in range(problem.ranks)]
@@ -78,3 +95,47 @@ def draw_case(chance: random.Random) -> Case:
     limits = None if chance.random() < 0.6 else tuple(chance.choice((4.0, 6.0, 9.0)) for _ in range(ranks))
     cluster = ps.Cluster(devices, latency, bandwidth)
     return Case(ps.Profile(layers), cluster, chance.choice((2, 3) if ranks < 4 else (2,)), limits, chance.random() < 0.5)
+
+
+def draw_links(chance: random.Random, devices: Sequence[ps.Device]) -> ps.Cluster:
+    """Links of every kind: equal, of no time, one per pair, one of them very slow, of two nodes, on shared lanes, all on one lane."""
+    ranks, kind = len(devices), chance.choice(("equal", "none", "pairs", "slow", "nodes", "cards", "lanes", "one lane"))
+    if kind in ("nodes", "cards"):
+        placed = [replace(device, node=chance.choice("ab")) for device in devices]
+        placed[0] = replace(placed[0], node="a")
+        rates = {"latency": chance.choice((0.5, 2.0, 4.0)), "bandwidth": chance.choice((None, 1.0, 0.5))}
+        return ps.Cluster.from_nodes(placed, **rates, node_latency=0.1, card="node" if kind == "nodes" else "device")
+    if kind == "pairs":
+        latency = [[chance.choice((0, 0.5, 2.0, 5.0)) for _ in devices] for _ in devices]
+        return ps.Cluster(devices, latency, [[chance.choice((None, 1.0, 0.3)) for _ in devices] for _ in devices])
+    if kind == "slow":
+        latency = [[0.1] * ranks for _ in devices]
+        source, target = chance.sample(range(ranks), 2)
+        latency[source][target] = 20.0
+        return ps.Cluster(devices, latency)
+    if kind in ("lanes", "one lane"):
+        most = 0 if kind == "one lane" else 3
+        lanes = [[(chance.randint(0, most), chance.randint(0, most)) for _ in devices] for _ in devices]
+        return ps.Cluster(devices, chance.choice((0.3, 1.0)), chance.choice((None, 1.0)), lanes)
+    return ps.Cluster(devices) if kind == "none" else ps.Cluster(devices, chance.choice((0.1, 1.0, 3.0)), chance.choice((None, 1.0)))
+
+
+def draw_named_case(chance: random.Random) -> Case:
+    """Three devices, layers and links that all differ, and a memory limit now and then, for named schedules."""
+    layers = [
+        ps.Layer(
+            f=chance.uniform(0.5, 4),
+            i=chance.uniform(0.5, 4),
+            w=chance.choice((0.0, 1.0, 3.0)),
+            activation=chance.uniform(0.5, 2),
+            output=chance.choice((0.0, 0.5, 1.0, 3.0)),
+            parameters=chance.choice((0, 1, 2)),
+        )
+        for _ in range(chance.randint(5, 7))
+    ]
+    per_layer = {name: [chance.choice((0.5, 1.0, 3.0)) for _ in layers] for name in ("f", "i", "w")}
+    speeds: list[Any] = [1.0, 2.0, 0.5, {"f": 1.0, "i": 2.0, "w": 0.5}, per_layer]
+    devices = [ps.Device(speed=chance.choice(speeds)) for _ in range(3)]
+    held = sum(layer.activation + layer.parameters for layer in layers)
+    limits = tuple(held * chance.uniform(0.4, 1.2) for _ in devices) if chance.random() < 0.5 else None
+    return Case(ps.Profile(layers), draw_links(chance, devices), chance.choice((2, 3, 4, 8)), limits, True)

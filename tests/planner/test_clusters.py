@@ -15,7 +15,8 @@ import penstock as ps
 from penstock.errors import CostsError, FileFormatError
 from penstock.planner.partition.assignment import Assignment
 from penstock.planner.problem import Problem
-from planner.small_clusters import Case, draw_case
+from penstock.verifier.rules.offload import peak_host_memory
+from planner.small_clusters import Case, draw_case, draw_named_case
 
 LAYER = ps.Layer(f=1, i=1, w=1, activation=1, output=0.2, parameters=1)
 MODEL = ps.Profile([LAYER] * 24)
@@ -39,7 +40,7 @@ def test_plans_of_small_clusters_are_the_best_or_their_gap_is_true(first: int) -
     assert proved >= 4
 
 
-NAMED = ("1f1b", "zb-h2")
+NAMED = ("1f1b", "zb-h1", "zb-h2")
 
 
 def draw_nodes(chance: random.Random) -> Case:
@@ -60,6 +61,44 @@ def test_no_named_schedule_is_faster_than_the_plan_if_links_are_shared(seed: int
     programs = [ps.lower(ps.schedule(name, len(case.cluster), case.microbatches)) for name in NAMED]
     least = min(problem.objective(ps.simulate(program, problem.costs)) for problem in case.list_problems() for program in programs)
     assert plan.overall_bound <= plan.objective <= least * (1 + 1e-9)
+
+
+NOT_THE_LEAST_LOAD = (0, 7, 13, 40)
+"""Cases in which the fastest plan, or the only one that fits, does not have the partition or the devices of the least load."""
+
+
+@pytest.mark.parametrize("seed", [*NOT_THE_LEAST_LOAD, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(50, 80))])
+def test_without_a_search_no_order_of_the_devices_and_no_partition_is_missed(seed: int) -> None:
+    """The schedules on every order of three devices with every partition, over links of every kind."""
+    case = draw_named_case(random.Random(seed))
+    names = [*NAMED, "v-half"] if len(case.profile) >= 6 else [*NAMED]
+    least = min((time for time, _ in case.list_timed(names)), default=None)
+    if least is None:
+        with pytest.raises(ps.PlanError, match="no plan fits"):
+            ps.plan(case.profile, **case.asked, schedules=names, seconds=0)
+        return
+    plan = ps.plan(case.profile, **case.asked, schedules=names, seconds=0, near=0.0)
+    assert plan.overall_bound <= plan.objective == pytest.approx(least, rel=1e-9)
+    if case.limits is not None:
+        peaks = zip(plan.predicted.peak_memory, plan.devices, strict=True)
+        assert all(peak <= case.limits[device] * (1 + 1e-9) for peak, device in peaks)
+
+
+def test_activations_on_the_host_stay_within_the_limit_of_each_device() -> None:
+    """Devices of different speed and host memory: exchanging them must not forget what each may have on the host."""
+    chance = random.Random(11)
+    sizes = chance.randint(4, 8), chance.choice((2, 3, 4))
+    layers = [
+        ps.Layer(f=chance.randint(1, 4), i=chance.randint(1, 4), w=chance.randint(1, 3), activation=1, output=0.2) for _ in range(sizes[0])
+    ]
+    devices = [ps.Device(speed=chance.choice((1, 2, 0.5)), memory=chance.choice((3.5, 5, 8))) for _ in range(sizes[1])]
+    cluster = ps.Cluster(devices, latency=[[chance.choice((0, 1, 3)) for _ in devices] for _ in devices])
+    host = [float(chance.choice((1, 2, 4))) for _ in devices]
+    asked: dict[str, Any] = {"microbatches": 6, "schedules": ["1f1b", "zb-h1", "zb-h2"], "seconds": 0, "offload": True}
+    plan = ps.plan(ps.Profile(layers), cluster=cluster, **asked, host_memory=host, host_bandwidth=5.0)
+    held = peak_host_memory(plan.program, plan.costs)
+    assert any(held)
+    assert all(peak <= host[device] * (1 + 1e-9) for peak, device in zip(held, plan.devices, strict=True))
 
 
 # A large enough cluster -----------------------------------------------------------------------------------------------
@@ -169,6 +208,17 @@ def test_two_copies_of_the_model_need_equal_devices() -> None:
     plan = ps.plan(ps.Profile([LAYER] * 8), cluster=ps.Cluster([FAST, SLOW]), microbatches=4, schedules=["chimera", "1f1b"], seconds=0)
     left_out = next(candidate for candidate in plan.alternatives if candidate.name == "chimera")
     assert left_out.reason == "it runs 2 copies of the model, and each stage would be on a fast and on a slow device"
+    with pytest.raises(ps.PlanError, match="no plan fits: none of the schedules is possible here, on 2 ranks without a memory limit"):
+        ps.plan(ps.Profile([LAYER] * 8), cluster=ps.Cluster([FAST, SLOW]), microbatches=4, schedules=["chimera"], seconds=0)
+
+
+def test_a_note_says_that_links_within_nodes_may_have_been_forgotten() -> None:
+    devices = [replace(FAST, node="a"), replace(FAST, node="a"), replace(FAST, node="b")]
+    asked: dict[str, Any] = {"microbatches": 2, "schedules": ["1f1b"], "seconds": 0}
+    forgotten = ps.plan(ps.Profile([LAYER] * 3), cluster=ps.Cluster(devices, latency=0.5), **asked)
+    assert "the devices are in 2 nodes, and links are the same within a node as between nodes" in forgotten.report()
+    described = ps.plan(ps.Profile([LAYER] * 3), cluster=ps.Cluster.from_nodes(devices, latency=0.5, node_latency=0.1), **asked)
+    assert not described.notes
 
 
 @pytest.mark.parametrize(

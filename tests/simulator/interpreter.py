@@ -143,6 +143,8 @@ class _Run:
         waits = (Kind.WAIT_SEND_F, Kind.WAIT_SEND_B)
         self.awaited = {self._edge(action) for row in rows for action in row if action.kind in waits}
         """The edges whose messages the sender waits for."""
+        self.spread = {action.stage for row in rows for action in row if action.kind is Kind.S}
+        """The stages of which a layer is spread over the ranks."""
         self.made: set[tuple[str, int, int]] = set()
         self.arrived: set[Edge] = set()
         self.posted: set[Edge] = set()
@@ -408,8 +410,7 @@ class _Run:
     def _has_met(self, part: Action) -> bool:
         """Whether the collective that a part needs is through, if it needs one."""
         last = self.table.stages - 1
-        spread = {action.stage for row in self.table for action in row if action.kind is Kind.S}
-        if part.stage not in spread:
+        if part.stage not in self.spread:
             return True
         before = {Kind.S: Kind.BROADCAST, Kind.T: Kind.COMBINE, Kind.B: Kind.COMBINE, Kind.I: Kind.COMBINE} if part.stage == last else {}
         before = {Kind.F: Kind.COMBINE, Kind.T: Kind.BROADCAST} if part.stage == 0 else before

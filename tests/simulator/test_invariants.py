@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.ir.costs import Costs
 from penstock.ir.dependencies import needs
-from penstock.ir.kind import SEND_WAITS, SHARES, Kind
+from penstock.ir.kind import COMPUTE, SEND_WAITS, SHARES, Kind
 from penstock.ir.table import Table
 from penstock.simulator.gaps import CAUSES
 from penstock.simulator.timeline import Timeline
@@ -44,9 +44,10 @@ def test_nothing_starts_before_what_it_needs_is_there(case: Case) -> None:
 def test_every_action_takes_its_time(case: Case) -> None:
     table, costs = case
     timeline = run(case)
+    takes = {kind: costs.table(kind.name.lower(), table.stages, table.units) for kind in (*COMPUTE, *SHARES)}
     for rank in range(table.ranks):
         for span in timeline.spans(rank):
-            parts = [costs.table(p.kind.name.lower(), table.stages, table.units)[p.stage, p.unit(table.slices)] for p in span.action.parts]
+            parts = [takes[part.kind][part.stage, part.unit(table.slices)] for part in span.action.parts]
             assert span.end - span.start == sum(parts) * (costs.overlap if len(parts) > 1 else 1)
     for transfer in timeline.transfers():
         latency, bandwidth = (
@@ -75,8 +76,8 @@ def test_the_critical_path_is_the_makespan(case: Case) -> None:
 def pieces(timeline: Timeline) -> set[tuple[str, int, float, float]]:
     """Everything that a path can be made of."""
     found = {("message", t.target, t.start, t.end) for t in timeline.transfers()}
+    occupied = lanes(timeline)
     for rank in range(timeline.ranks):
-        occupied = lanes(timeline)
         found |= {("action", rank, *pair) for pair in occupied["compute", rank]}
         found |= {("collective", rank, *pair) for pair in (*occupied["collective", rank], *occupied["joint", rank])}
         end = float(timeline.finished[rank])

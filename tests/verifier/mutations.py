@@ -106,9 +106,10 @@ def regroup(rows: Rows, rank: int, at: int) -> Iterator[Rows]:
 OPERATORS = (drop, duplicate, swap, move, move_away, retarget, regroup)
 
 
-def every(rows: Rows) -> set[Rows]:
-    """All programs one mutation away."""
-    return {mutant for operator in OPERATORS for rank, at in places(rows) for mutant in operator(rows, rank, at)} - {rows}
+def every(rows: Rows) -> list[Rows]:
+    """All programs one mutation away, each once."""
+    mutants = (mutant for operator in OPERATORS for rank, at in places(rows) for mutant in operator(rows, rank, at))
+    return [mutant for mutant in dict.fromkeys(mutants) if mutant != rows]
 
 
 def some(rows: Rows, random: Random) -> Rows:

@@ -47,8 +47,9 @@ def refusal(program: Table, semantics: str) -> VerifyError | None:
 def is_right(program: Table, semantics: str, random: Random | None = None) -> bool:
     """The verdict of both; the test fails if they differ."""
     wrong, refused = interpret(program, semantics, random), refusal(program, semantics)
-    text = "\n".join(" ".join(map(str, row)) for row in program)
-    assert (wrong is None) == (refused is None), f"{semantics}, {program}\n{text}\ninterpreter: {wrong}\nverifier: {refused}"
+    if (wrong is None) != (refused is None):
+        text = "\n".join(" ".join(map(str, row)) for row in program)
+        pytest.fail(f"{semantics}, {program}\n{text}\ninterpreter: {wrong}\nverifier: {refused}")
     return wrong is None
 
 
@@ -116,9 +117,9 @@ def test_every_mutant_of_a_tiny_program_is_judged_alike(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
-def test_every_mutant_of_a_small_program_is_judged_alike(name: str) -> None:
+def test_every_second_mutant_of_a_small_program_is_judged_alike(name: str) -> None:
     program = SMALL[name]()
-    assert_fair(tally_in_turns(program, every(tuple(program))), right=0.01, wrong=0.5)
+    assert_fair(tally_in_turns(program, every(tuple(program))[::2]), right=0.01, wrong=0.5)
 
 
 @pytest.mark.parametrize("semantics", SEMANTICS)

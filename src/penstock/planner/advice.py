@@ -55,7 +55,8 @@ def check_static_memory(request: Request) -> None:
 
 def make_refusal(explorer: Explorer) -> PlanError:
     """The error with the nearest candidates and the remedies."""
-    lines = [f"no plan fits: {summarize_verdicts(explorer.candidates)}, on {_describe_limits(explorer.request)}"]
+    tried = summarize_verdicts(explorer.candidates) if explorer.candidates else "none of the schedules is possible here"
+    lines = [f"no plan fits: {tried}, on {_describe_limits(explorer.request)}"]
     lines += [f"  {line}" for line in _describe_nearest(explorer)]
     return PlanError("\n".join([*lines, *_write_remedies(_list_remedies(explorer))]))
 
@@ -67,6 +68,8 @@ def _write_remedies(remedies: Iterator[str]) -> list[str]:
 
 def _describe_limits(request: Request) -> str:
     limits = [request.units.size(_add_headroom(request, limit)) for limit in request.limits or ()]
+    if not limits:
+        return f"{format_count(request.ranks, 'rank')} without a memory limit"
     free = f", {100 * request.headroom:.3g}% of it kept free," if request.headroom else ""
     if len(set(limits)) == 1:
         return f"{format_count(request.ranks, 'rank')} with a memory limit of {limits[0]} each{free}"

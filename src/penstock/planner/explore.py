@@ -33,6 +33,7 @@ from penstock.planner.named_schedules import (
     recut,
     shift_lengths,
     time_named,
+    try_settings,
 )
 from penstock.planner.offload import OffloadProblem, is_held_back, make_roomy_problem, offload, time_without_limit
 from penstock.planner.problem import Problem
@@ -55,6 +56,8 @@ _SMALL = 200
 """The exact solver is tried up to this many compute actions."""
 _RECUT, _NEARLY = 4, 0.05
 """Named schedules whose cuts are shifted: the fastest, and others that are slower by at most that share."""
+_HOPEFUL, _FEW_SETTINGS = 0.5, 60
+"""Schedules that fit and are slower than the fastest by more than that share are timed on so few settings of a small cluster."""
 _OFFLOADED, _OFFLOAD_COST = 6, 12
 """Schedules that are made to fit with activations on the host, and how often each is timed."""
 _PLURAL = re.compile(r"\((e?s)\)")
@@ -215,6 +218,8 @@ class Explorer:
                 self._add(candidate)
             self._tried += [] if profile.shares else [(named, profile, candidates)]
             self._timed = self._timed[0] + time.monotonic() - before, self._timed[1] + cells
+        if request.cluster is not None:
+            self._try_settings()
         if request.offload and request.limits is not None:
             self._try_offload(share)
         if self.best is None and request.searches and not tried_least:
@@ -246,6 +251,20 @@ class Explorer:
             if (timed := time_without_limit(named, profile, request)) is not None:
                 free.append(timed)
         return free
+
+    def _try_settings(self) -> None:
+        """On a small cluster, time the schedules on the best orders of the devices and cuts, those that do not fit yet too."""
+        share = _NAMED_SHARE if self.request.searches else 1.0
+        named = [candidate for candidate in self.candidates if candidate.timed is not None and candidate.name != SEARCHED]
+        plain = [candidate for candidate in named if candidate.slices == 1 and not candidate.vocabulary]
+        for candidate in sorted(plain, key=lambda candidate: (not candidate.fits, candidate.time_or_inf)):
+            is_over = partial(self._is_over, "devices not exchanged", candidate.problem.cells, share)
+            if self.best is not None and candidate.fits and candidate.time_or_inf > self.best.time_or_inf * (1 + _HOPEFUL):
+                better = try_settings(candidate, self.request, is_over, _FEW_SETTINGS)
+            else:
+                better = try_settings(candidate, self.request, is_over)
+            if better is not candidate:
+                self._add(better, candidate.place)
 
     def _recut(self) -> None:
         """Shift the cuts under the fastest that fit."""

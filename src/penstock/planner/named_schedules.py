@@ -45,6 +45,8 @@ _MOST_CUTS = 80
 """Cuts that are timed for one schedule when they are shifted."""
 _FEWEST_EXCHANGES, _MOST_EXCHANGES, _EXCHANGE_CELLS = 6, 40, 3_000
 """Exchanges of two devices that are timed for one schedule, and their cells all together, times the chunks per rank."""
+_MOST_TRIED, _TRIED_CELLS = 300, 30_000
+"""Settings that are timed for one schedule on a small cluster, and their cells all together."""
 _NEAR, _FEW_CUTS = 0.1, 16
 """If an exchange is slower by at most this share, so many cuts are timed for it."""
 _MOST_LENGTHS = 160
@@ -421,7 +423,7 @@ def reassign(candidate: Candidate, request: Request, stop: Callable[[], bool]) -
     problem = candidate.problem
     best, tried = candidate, set()
     left = max(_FEWEST_EXCHANGES, min(_MOST_EXCHANGES, _EXCHANGE_CELLS // (problem.cells * problem.placement.chunks)))
-    groups = () if request.cluster is None else request.cluster.list_groups()
+    groups = () if request.cluster is None else request.cluster.list_groups(request.limits)
     improved = len(groups) > 1
     while improved and left > 0 and not stop():
         improved = False
@@ -439,6 +441,25 @@ def reassign(candidate: Candidate, request: Request, stop: Callable[[], bool]) -
     return best
 
 
+def try_settings(candidate: Candidate, request: Request, stop: Callable[[], bool], most: int = _MOST_TRIED) -> Candidate:
+    """The same order on the fastest of the most promising settings of a small cluster; from a candidate that need not fit."""
+    problem, best = candidate.problem, candidate
+    assert problem.profile is not None
+    left = min(most, _TRIED_CELLS // problem.cells)
+    for setting in request.list_settings(problem.profile, problem.placement, problem.recompute):
+        if best.fits and setting.bound >= best.time_or_inf * (1 - _FASTER):
+            continue
+        if left <= 0 or stop():
+            break
+        left -= 1
+        shape = problem.profile, problem.placement, setting.sizes, problem.recompute
+        trial = request.make_problem(*shape, assignment=setting.assignment)
+        timeline = retime(candidate.timeline, trial.costs)
+        if trial.fits(timeline) and (not best.fits or trial.objective(timeline) < best.time_or_inf * (1 - _FASTER)):
+            best = Candidate.of_timeline(candidate.name, trial, candidate.schedule, timeline)
+    return best
+
+
 def _move(candidate: Candidate, request: Request, devices: tuple[int, ...]) -> Candidate | None:
     """The candidate's order with other devices, and the layers cut for them; None if they cannot be cut within the limits."""
     problem = candidate.problem
@@ -448,7 +469,8 @@ def _move(candidate: Candidate, request: Request, devices: tuple[int, ...]) -> C
     cut = request.cut(*shape, problem.recompute, lengths=problem.lengths, assignment=assignment)
     if not cut.fits:
         return None
-    return candidate.retime(request.make_problem(*shape, cut.sizes, problem.recompute, problem.lengths, assignment=assignment))
+    moved = request.make_problem(*shape, cut.sizes, problem.recompute, problem.lengths, assignment=assignment)
+    return candidate.retime(problem.move(moved, request.host_limits_of(assignment)))
 
 
 def _list_promising_cuts(cutting: Cutting, candidate: Candidate) -> list[tuple[int, ...]]:

@@ -46,11 +46,15 @@ class OffloadProblem(Problem):
 
     @classmethod
     def of(cls, problem: Problem, request: Request) -> OffloadProblem:
-        if isinstance(problem, cls):
-            return problem
+        return problem if isinstance(problem, cls) else cls._convert(problem, request.host_limits_of(problem.assignment))
+
+    @classmethod
+    def _convert(cls, problem: Problem, host_limits: tuple[float, ...] | None) -> OffloadProblem:
         values: dict[str, Any] = {item.name: getattr(problem, item.name) for item in fields(Problem)}
-        host = request.host_limits_of(problem.assignment)
-        return cls(**{**values, "memory_limit": None}, device_limits=problem.limits, host_limits=host)
+        return cls(**{**values, "memory_limit": None}, device_limits=problem.limits, host_limits=host_limits)
+
+    def move(self, other: Problem, host_limits: tuple[float, ...] | None) -> OffloadProblem:
+        return self._convert(other, host_limits)
 
     @property
     def key(self) -> tuple[object, ...]:

@@ -385,6 +385,11 @@ def plan(
         explorer.notes += [f"microbatches of {size} are left out: a batch of {batch} cannot be cut into them" for size in missing]
     if limits is not None and free:
         explorer.notes.append(f"{100 * free:.3g}% of each memory limit is kept free: the limits below exclude it")
+    if cluster is not None and cluster.ignores_nodes:
+        explorer.notes.append(
+            f"the devices are in {len(cluster.nodes)} nodes, and links are the same within a node as between nodes: if they are faster "
+            "within, give node_latency or node_bandwidth"
+        )
     if offload and profile.host_bandwidth is None:
         explorer.notes.append("the bandwidth to host memory is not known: copies are taken to take no time but their latency")
     explorer.run()

@@ -89,6 +89,10 @@ class Problem:
         shape = self.profile, self.placement, self.microbatches, sizes, self.recompute
         return Problem.cut(*shape, self.memory_limit, self.barrier, self.split, lengths, self.assignment)
 
+    def move(self, other: Problem, host_limits: tuple[float, ...] | None) -> Problem:
+        """The same model on other devices, whose ranks have these limits of host memory: a problem of the same kind as this one."""
+        return other
+
     def shorten(self, microbatches: int) -> Problem:
         """The same problem with fewer microbatches; each has the same costs, or the same slices."""
         if not self.lengths:

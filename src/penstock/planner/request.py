@@ -18,6 +18,7 @@ from penstock.planner.bounds.lower_bound import lower_bound
 from penstock.planner.partition.assignment import Assignment, OrderScores, find_orders, list_memory_orders
 from penstock.planner.partition.cut import LayerCut, cut_layers
 from penstock.planner.partition.layer_runs import PeakMoment
+from penstock.planner.partition.settings import Setting, SettingScores
 from penstock.planner.partition.slices import GRANULARITY, choose_lengths, list_edges, split_equal_time, split_equally
 from penstock.planner.problem import Problem
 from penstock.planner.profile import Profile, SliceCost
@@ -48,6 +49,8 @@ _ORDER_CELLS = 3_000
 """Cells (stages times microbatches) of the orders that schedules are timed on, all together, times the chunks per rank."""
 _MOST_SETTINGS = 400
 """Partitions times assignments of a small model that are all bounded before orders are searched."""
+_MOST_LISTED = 1_000
+"""Settings of a small cluster that schedules may be timed on."""
 _BOUNDED_CELLS = 10_000
 """Orders with more cells are not bounded: their scores decide."""
 
@@ -113,6 +116,7 @@ class Request:
     _partitions: dict[object, LayerCut] = field(default_factory=dict, init=False, compare=False, repr=False)
     _problems: dict[object, Problem] = field(default_factory=dict, init=False, compare=False, repr=False)
     _assignments: dict[object, list[Assignment]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _settings: dict[object, list[Setting]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def searches(self) -> bool:
@@ -245,6 +249,16 @@ class Request:
             sizes = tuple(last - first for first, last in pairwise((0, *inner, layers)))
             for assignment in assignments:
                 yield self.make_problem(profile, placement, sizes, recompute, assignment=assignment)
+
+    def list_settings(self, profile: Profile, placement: Placement, recompute: tuple[bool, ...]) -> list[Setting]:
+        """On a cluster, the most promising of all orders of the devices with all partitions, if there are few enough to score them all."""
+        if self.cluster is None or len(placement.copies) > 1:
+            return []
+        key = profile.microbatch, placement.copies, recompute
+        if key not in self._settings:
+            shape = profile, placement, self.cluster, self.count_microbatches(profile), recompute
+            self._settings[key] = SettingScores(*shape, self.limits, self.barrier).list_best(_MOST_LISTED)
+        return self._settings[key]
 
     def guess_lengths(self, profile: Profile, slices: int) -> tuple[int, ...]:
         """Slices of equal times for the model as a whole; nothing for whole sequences."""

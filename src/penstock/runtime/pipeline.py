@@ -6,6 +6,7 @@ import hashlib
 import logging
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -246,7 +247,7 @@ class Pipeline:
         self._host = HostMemory()  # the buffers of all programs
         self._clocks: tuple[int, list[int]] | None = None
         self._callbacks = list_callbacks(on_step)
-        self.unsplit, self._shares_modules, measures = self._agree(goes_on)
+        self.unsplit, self._sharing, measures = self._agree(goes_on)
         if self.table.slices > 1 and self.unsplit:
             keep_uncompiled()
         self._whole: dict[int, str] = {}  # the stages that turned out to need a whole backward, see `Stage.whole`
@@ -363,10 +364,10 @@ class Pipeline:
         if self.merged is not None and self.rank == 0:
             logger.warning("%s", self.merged)
 
-    def _agree(self, goes_on: bool) -> tuple[tuple[int, ...], bool, bool]:
+    def _agree(self, goes_on: bool) -> tuple[tuple[int, ...], set[int], bool]:
         """Check that all ranks got the same arguments.
 
-        Returns the stages that cannot split their backward, whether ranks share modules, and whether any rank measures its steps.
+        Returns the stages that cannot split their backward, the ranks that share modules, and whether any rank measures its steps.
         """
         arguments = {
             "pipeline": self.number,
@@ -397,9 +398,9 @@ class Pipeline:
                         f"the ranks disagree on {what}: {first[what]!r} on rank 0, {value!r} on rank {rank}; give all the same arguments"
                     )
         unsplit = tuple(sorted({stage for _, stages, *_ in everyone for stage in stages}))
-        own = self.rank if self.grid is None else self.grid.whole.rank
-        shares_modules = any(rank != own and modules & others for rank, (_, _, others, *_) in enumerate(everyone))
-        return unsplit, shares_modules, any(measured for *_, measured in everyone)
+        holders = Counter(module for _, _, held, *_ in everyone for module in held)
+        sharing = {rank for rank, (_, _, held, *_) in enumerate(everyone) if any(holders[module] > 1 for module in held)}
+        return unsplit, sharing, any(measured for *_, measured in everyone)
 
     @property
     def gather(self) -> Gather:
@@ -538,7 +539,8 @@ class Pipeline:
         self.shared.forget()
         if self.grid.has_lost:
             self._refuse_lost_shards()
-            splits = not self.unsplit and not self._whole
+            whole, own = self.grid.whole, not self.unsplit and not self._whole  # a rank that has just come back has seen no forward yet
+            splits = all(whole.gather(whole.rank, "split backwards", own, self.deadline))
             self.joint = JointPipeline(self.grid, self._plan, split=splits, deadline=self.deadline)
             self.group, self.rank = self.joint.group, self.joint.rank
             self.data.regroup(self.grid.join_peers())
@@ -569,15 +571,16 @@ class Pipeline:
         assert self.recovery is not None
         assert self._before_postponed is not None
         self._before_postponed.restore()
-        steps, postponed, buffers = self.steps, self.postponed_steps, BufferBackup()
+        steps, postponed, inputs, buffers = self.steps, self.postponed_steps, self._postponed_inputs, BufferBackup()
         buffers.take(stage.module for stage in self.stages.values())
+        self._postponed_inputs = []
         try:
             with self.recovery.repeat():
-                for feed, step in self._postponed_inputs:
+                for given, step in inputs:
                     self.steps = step
-                    self._run_once(feed.renew(), training=True)
+                    self._run_once(given, training=True)
         finally:
-            self.steps, self.postponed_steps = steps, postponed
+            self.steps, self.postponed_steps, self._postponed_inputs = steps, postponed, inputs
             buffers.restore()
 
     def readmit_ranks(self) -> None:
@@ -585,15 +588,17 @@ class Pipeline:
 
         The state of this rank must be that of the last checkpoint, which the others load.
         """
-        if self.recovery is not None and not self.recovery.alone and self.joint is not None and not self.postponed_steps:
+        if self.recovery is not None and not self.recovery.alone and not self.postponed_steps:
             self.recovery.run(self._readmit)
 
     def _readmit(self) -> None:
         assert self.recovery is not None
         assert self.grid is not None
-        whole = self.grid.whole
-        waiting = whole.gather(whole.rank, "returning ranks", whole.list_returning(), self.deadline)[0]
-        if {*whole.members, *waiting} != set(range(whole.ranks)):
+        whole, waiting = self.grid.whole, list[int]()
+        if self.joint is not None:
+            waiting = whole.gather(whole.rank, "returning ranks", whole.list_returning(), self.deadline)[0]
+        if not waiting or {*whole.members, *waiting} != set(range(whole.ranks)):
+            # Also if no rank is lost: some may be told of a loss in the save before, and others not until the next call.
             self.recovery.decide("no rank returns", None, do_nothing, lambda _: None)
             return
         whole.readmit(waiting, self.deadline)
@@ -678,7 +683,9 @@ class Pipeline:
         """The input of the next step; `take` makes it out of the arguments."""
         self.flush_metrics()
         self._calls += 1
-        return take(*arguments)
+        feed = take(*arguments)
+        feed.share.call = self._calls
+        return feed
 
     @report_refusal
     def _prepare(self, feed: StepInput, training: bool, measured: bool) -> tuple[Executor, StepInput]:
@@ -689,6 +696,7 @@ class Pipeline:
             self.vocabulary.begin_step(feed, self.loss.find_token_entropy(), flat=flat, training=training)
         feed.tokens = feed.total if self.batches.weight and feed.targets is not None else None
         if self.recovery is not None:
+            feed = feed.renew()
             feed.step = self.steps
         if self.seed is not None:
             feed.seed, feed.first = f"{self.seed}/{self.steps}", self.data.rank * len(feed.args)
@@ -701,7 +709,6 @@ class Pipeline:
         executor = self._executor(count, training, feed.schedule)
         feed.share.records = self.record
         executor.recording = self.record or measured
-        feed.share.call = self._calls
         if training and self.batches.stages - 1 in self.stages:
             self.batches.check_target(feed)
         self.group.enter(self.rank, self.deadline)
@@ -717,22 +724,18 @@ class Pipeline:
         feed.note_versions()
         if training and not feed.share.finalizes and not self.postponed_steps:
             self._before_postponed = GradientBackup.take(parameter for _, parameter in self.local_parameters())
-        result = self.recovery.run(lambda: self._run_once(feed.renew(), training, meter))
-        if training and feed.share.finalizes:
-            self._postponed_inputs, self._before_postponed = [], None
-        elif training:
-            self._postponed_inputs.append((feed, self.steps - 1))
-        return result
+        return self.recovery.run(lambda: self._run_once(feed, training, meter))
 
-    def _run_once(self, feed: StepInput, training: bool, meter: StepMeter | None = None) -> StepResult:
+    def _run_once(self, given: StepInput, training: bool, meter: StepMeter | None = None) -> StepResult:
+        """Run a step, or make an attempt at it if ranks may be lost; `given` is this rank's own input."""
         if meter is not None:
             meter.begin()
         elif self._meter is not None:
             self._meter.pause()
-        executor, feed = self._prepare(feed, training, meter is not None)
+        executor, feed = self._prepare(given, training, meter is not None)
         try:
             with nullcontext() if feed.seed is None else preserve_random_state():
-                return self._train(executor, feed, meter) if training else self._evaluate(executor, feed)
+                return self._train(executor, feed, given, meter) if training else self._evaluate(executor, feed)
         except BaseException as error:
             try:
                 if isinstance(error, PipelineError) or not isinstance(error, Exception):
@@ -757,14 +760,15 @@ class Pipeline:
         leaves = pytree.tree_leaves((feed.args, kwargs, trained, list(find_autocast().items())))
         return [f"{leaf.dtype}{list(leaf.shape)}{leaf.requires_grad}" if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
 
-    def _train(self, executor: Executor, feed: StepInput, meter: StepMeter | None) -> StepResult:
+    def _train(self, executor: Executor, feed: StepInput, given: StepInput, meter: StepMeter | None) -> StepResult:
         parameters = list(self.local_parameters())
         for stage in self.stages.values():
             stage.refresh()
         if self.shared.tied:
             self._note_tied()
         # If ranks share modules without meeting at the beginning of the step, another rank may have changed them already.
-        own = () if self._shares_modules and not self.shared.one_object else self.stages.values()
+        is_sharing = (self.rank if self.grid is None else self.grid.whole.rank) in self._sharing
+        own = () if is_sharing and not self.shared.one_object else self.stages.values()
         self._buffers.take([stage.module for stage in own])
         backup = GradientBackup.take([parameter for _, parameter in parameters])
         feed.factor = 1.0 if self.scaler is None else self.scaler.get_scale()
@@ -789,7 +793,7 @@ class Pipeline:
             shares = self._gather_shares("step", share)
             if folded:
                 write_statistics(folded)
-            complete = partial(self._complete_step, executor, shares, finalizes=feed.share.finalizes, meter=meter)
+            complete = partial(self._complete_step, executor, shares, given=given, meter=meter)
             if self.recovery is not None:
                 return self._commit_step(self.recovery, executor, shares, undo, complete)
         except BaseException:
@@ -827,7 +831,7 @@ class Pipeline:
         recorded: Callable[[], Timeline] | None,
         losses: Sequence[dict[int, Tensor | None]] | None,
         *,
-        finalizes: bool,
+        given: StepInput,
         meter: StepMeter | None,
     ) -> StepResult:
         """Note that a training step has succeeded on all ranks; `losses` are what each rank knows of all replicas, if ranks may be lost."""
@@ -839,7 +843,12 @@ class Pipeline:
             self.data.settle()
             self.shared.settle()
         self.steps += 1
-        self.postponed_steps = 0 if finalizes else self.postponed_steps + 1
+        if given.share.finalizes:
+            self.postponed_steps, self._postponed_inputs, self._before_postponed = 0, [], None
+        else:
+            self.postponed_steps += 1
+            if self.recovery is not None:
+                self._postponed_inputs.append((given, self.steps - 1))
         result = self._build_result(executor, shares, recorded, losses)
         if meter is not None:
             meter.end(self.steps, shares if self.joint is None else self.joint.keep_own(shares), result.loss)
@@ -909,7 +918,7 @@ class Pipeline:
 
     def _evaluate(self, executor: Executor, feed: StepInput) -> StepResult:
         modes = [(module, module.training) for stage in self.stages.values() for module in stage.module.modules()]
-        if self._shares_modules:
+        if self._sharing:
             self.gather("modes", None)  # no rank changes a module's mode before all have noted it
         try:
             for module, _ in modes:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.ir.costs import Costs
 from penstock.ir.kind import Kind
 from penstock.ir.memory_ledger import CATEGORIES, Changes, When, list_changes, list_host_changes, sum_static
-from penstock.ir.rows import Floats
+from penstock.ir.rows import Floats, Ints
+from penstock.ir.table import Table
 
 if TYPE_CHECKING:
     from penstock.simulator.timeline import Timeline
@@ -51,15 +53,31 @@ def build_host_curves(timeline: Timeline) -> list[Curve]:
     return _build(timeline, list_host_changes(timeline.table, timeline.costs), np.zeros(timeline.ranks), CATEGORIES[:1])
 
 
+def list_changes_in_order(table: Table, costs: Costs) -> tuple[Changes, Ints]:
+    """Every change of memory of a program without sharding, one rank after the other, and the rank of each.
+
+    Their order depends on no times, because the actions of a rank come one after the other.
+    """
+    changes = list_changes(table, costs)
+    rank = table.rows.rank[changes.entry]
+    order = np.lexsort((_list_places(table, changes), rank))
+    return Changes(changes.category[order], changes.entry[order], changes.when[order], changes.size[order]), rank[order]
+
+
+def _list_places(table: Table, changes: Changes) -> Ints:
+    """Sorts changes at one time: in the order of the row; at an action's end, memory is freed before more is taken."""
+    node = table.rows.group[changes.entry] * 4
+    return np.where(changes.when == When.ARRIVAL, node - 1, node + 2 * (changes.when == When.END) + (changes.size > 0))
+
+
 def _build(timeline: Timeline, changes: Changes, fixed: Floats, categories: Sequence[str]) -> list[Curve]:
-    """Changes at one time come in the order of the row; at an action's end, memory is freed before more is taken."""
     rows = timeline.table.rows
     node, at_end, arrives = rows.group[changes.entry], changes.when == When.END, changes.when == When.ARRIVAL
     start = np.where(rows.is_kind(Kind.UNSHARD)[rows.heads], timeline.collective_start, timeline.start)
     end = np.where(rows.is_kind(Kind.COMBINE)[rows.heads], np.maximum(timeline.end, timeline.collective_end), timeline.end)
     time = np.where(at_end, end[node], start[node])
     time[arrives] = timeline.arrive if arrives.any() else 0.0
-    place = np.where(arrives, node * 4 - 1, node * 4 + 2 * at_end + (changes.size > 0))
+    place = _list_places(timeline.table, changes)
     rank = rows.rank[changes.entry]
     order = np.lexsort((place, time, rank))
     time, rank, size, category = time[order], rank[order], changes.size[order], changes.category[order]

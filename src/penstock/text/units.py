@@ -15,6 +15,8 @@ SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 """The units of time, in seconds, the largest first."""
 BYTES = {"B": 1} | {f"{p}{u}": b**n for u, b in (("B", 1000), ("iB", 1024)) for n, p in enumerate("KMGTP", start=1)}
 """The units of size, in bytes."""
+_SHOWN, _LARGE = 100, 10**100
+"""Characters of a wrong value that an error shows, and whole numbers that it does not show at all."""
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _TIME = re.compile(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*")
@@ -51,14 +53,20 @@ def parse_time(text: str, name: str) -> tuple[float, str]:
     return float(match[1]), match[2]
 
 
+def shorten(value: Any) -> str:
+    """A wrong value as an error shows it."""
+    text = repr(value) if not isinstance(value, int) or abs(value) < _LARGE else "a number of more than 100 digits"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
 def check_number(name: str, value: Any) -> float:
     """Give a finite number of at least 0 as a float; refuse anything else."""
     if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
         value = value.item()  # a NumPy scalar
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise CostsError(f"{name} must be a number, got {value!r}")
+        raise CostsError(f"{name} must be a number, got {shorten(value)}")
     if not 0 <= value <= sys.float_info.max:
-        raise CostsError(f"{name} must be a finite number of at least 0, got {value}")
+        raise CostsError(f"{name} must be a finite number of at least 0, got {shorten(value)}")
     return float(value)
 
 
@@ -82,8 +90,8 @@ def _parse_text(text: str) -> float:
     if match is None or match[2] not in {"", *BYTES}:
         meant = _guess_size(text)
         hint = f"did you mean {meant}? " if meant else ""
-        raise CostsError(f"{text!r} is not a size: {hint}write a number and one of {', '.join(BYTES)}, like 40GiB")
-    return float(match[1]) * float(BYTES[match[2] or "B"])
+        raise CostsError(f"{shorten(text)} is not a size: {hint}write a number and one of {', '.join(BYTES)}, like 40GiB")
+    return check_number("a size", float(match[1]) * float(BYTES[match[2] or "B"]))
 
 
 def _guess_size(text: str) -> str | None:

@@ -117,6 +117,10 @@ def test_a_cluster_is_read_from_a_file(run, profile, tmp_path):
         refused = run("plan", "--profile", profile, "--cluster", tmp_path / "cluster.toml", "-m", 6, *args)
         assert refused.code > 0
         assert reason in refused.err
+    sizes = "layers=4 hidden=64 heads=2 sequence=64 vocabulary=100 flops=1e12 latency=5us bandwidth=1GB"
+    refused = run("plan", "--transformer", sizes, "--cluster", tmp_path / "cluster.toml", "-m", 6)
+    assert refused.code > 0
+    assert "--transformer: leave out latency and bandwidth, because --cluster has the links" in refused.err
 
 
 def test_a_model_that_does_not_fit_is_a_finding(refused, profile, tmp_path):

@@ -30,8 +30,12 @@ def test_one_speed_is_that_of_every_kind() -> None:
     ("fields", "reason"),
     [
         ({"speed": 0}, r"speed must be more than 0"),
-        ({"speed": -1}, r"speed must be a finite number of at least 0, got -1"),
-        ({"speed": "2"}, r"speed must be a number, got '2'"),
+        ({"speed": -1}, r"speed must be more than 0, got -1"),
+        ({"speed": float("nan")}, r"speed must be more than 0, got nan"),
+        ({"speed": float("inf")}, r"speed must be a finite number of at least 0, got inf"),
+        ({"speed": 1e-320}, r"speed must be from 1e-100 to 1e\+100"),
+        ({"speed": True}, r"speed must be a number, got True"),
+        ({"speed": "2"}, r"speed must be a number, 1 for a device that is as fast as the profile, got '2'"),
         ({"speed": {"f": 1, "w": 1}}, r"a table with f, i and w: i missing"),
         ({"speed": {"f": 1, "i": 1, "w": 1, "b": 1}}, r"no speed of 'b'"),
         ({"speed": {"f": 1, "i": [1, 0], "w": 1}}, r"speed.i\[1\] must be more than 0"),
@@ -39,7 +43,12 @@ def test_one_speed_is_that_of_every_kind() -> None:
         ({"speed": []}, r"speed is empty"),
         ({"memory": "8 apples"}, r"memory: '8 apples' is not a size"),
         ({"memory": 0}, r"memory must be more than 0"),
+        ({"memory": "9" * 400 + "GB"}, r"memory: a size must be a finite number of at least 0, got inf"),
+        ({"speed": 10**5000}, r"speed must be a finite number of at least 0, got a number of more than 100 digits"),
+        ({"speed": "x" * 1000}, r"got 'x{99}\.\.\.$"),
         ({"node": 1}, r"a device's node is text, got 1"),
+        ({"name": "a\nb"}, r"a device's name is one line of at most 200 printable characters, got 'a\\nb'"),
+        ({"node": "n" * 201}, r"a device's node is one line of at most 200 printable characters"),
     ],
 )
 def test_a_wrong_device_is_refused(fields: dict[str, Any], reason: str) -> None:
@@ -53,13 +62,17 @@ def test_a_wrong_device_is_refused(fields: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"devices": []}, r"at least one device"),
-        ({"devices": [1]}, r"each a penstock.Device"),
+        ({"devices": []}, r"a list of at least one penstock.Device, got \[\]"),
+        ({"devices": [1]}, r"a list of at least one penstock.Device, got \[1\]"),
+        ({"devices": [FAST] * 4097}, r"4,097 devices: a cluster has at most 4,096"),
+        ({"devices": [FAST, SLOW], "latency": "2us"}, r"latency must be a number in the unit of the other times, .* got '2us'"),
+        ({"devices": [FAST, SLOW], "latency": [[0, float("nan")], [0, 0]]}, r"latency\[0\]\[1\] must be a finite number"),
+        ({"devices": [FAST, SLOW], "bandwidth": "12.5GB/s"}, r"'12.5GB/s' is not a bandwidth: write how many bytes pass per unit of time"),
         ({"devices": [FAST, SLOW], "latency": [[0] * 3] * 3}, r"latency is a table for 3 devices, but the cluster has 2"),
-        ({"devices": [FAST, SLOW], "bandwidth": [[1, 1], [1]]}, r"bandwidth has 2 rows, but row 1 has 1 values"),
-        ({"devices": [FAST, SLOW], "bandwidth": 0}, r"bandwidth must be more than 0, or None for unlimited"),
+        ({"devices": [FAST, SLOW], "bandwidth": [[1, 1], [1]]}, r"bandwidth has 2 rows, but row 1 has 1 value:"),
+        ({"devices": [FAST, SLOW], "bandwidth": 0}, r"bandwidth must be more than 0, got 0: a link without bandwidth"),
         ({"devices": [FAST, SLOW], "bandwidth": [[0, 1], [0, 0]]}, r"bandwidth\[1\]\[0\] must be more than 0"),
-        ({"devices": [FAST, SLOW], "bandwidth": "fast"}, r"bandwidth: 'fast' is not a size"),
+        ({"devices": [FAST, SLOW], "bandwidth": "fast"}, r"bandwidth: 'fast' is not a bandwidth"),
         ({"devices": [FAST, Device()]}, r"device 1 has no memory, but 1 of 2 devices have"),
         ({"devices": [FAST, SLOW], "time_unit": "minutes"}, r"time_unit must be one of s, ms, us, ns, got 'minutes'"),
         ({"devices": [Device(speed=[1, 2]), Device(speed=[1, 2, 3])]}, r"speeds for 2 and 3 layers"),
@@ -156,8 +169,24 @@ def test_nodes_share_a_network_card_and_have_links_of_their_own() -> None:
     own = Cluster.from_nodes(devices, latency=2, card="device")
     assert own.lanes is not None
     assert not set(own.lanes[0][2]) & set(own.lanes[1][3])
-    with pytest.raises(CostsError, match="card must be one of node, device, got 'rank'"):
-        Cluster.from_nodes(devices, card="rank")
+    for wrong, reason in (
+        ({"card": "rank"}, "card must be one of node, device, got 'rank'"),
+        ({"node_bandwidth": 0}, "node_bandwidth must be more than 0, got 0"),
+        ({"node_latency": -1}, "node_latency must be a finite number of at least 0, got -1"),
+        ({"node_latency": "5us"}, "node_latency must be a number"),
+    ):
+        with pytest.raises(CostsError, match=reason):
+            Cluster.from_nodes(devices, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(CostsError, match="node_latency and node_bandwidth: no device has a node"):
+        Cluster.from_nodes([FAST, SLOW], node_latency=1.0, node_bandwidth="1GB")
+
+
+def test_limits_that_are_given_tell_devices_apart() -> None:
+    """A limit for the plan stands instead of the memory of the devices, so that it decides which of them are alike."""
+    cluster = Cluster([Device(memory=4), Device(memory=8), Device(memory=4)])
+    assert cluster.list_groups() == [(0, 2), (1,)]
+    assert cluster.list_groups(limits=[5.0, 5.0, 5.0]) == [(0, 1, 2)]
+    assert cluster.list_groups(limits=[5.0, 6.0, 7.0]) == [(0,), (1,), (2,)]
 
 
 def test_applied_costs_are_those_of_the_devices_and_links() -> None:
@@ -239,13 +268,32 @@ node = "small"
     assert cluster == Cluster.from_nodes(cluster.devices, latency=20e-6, bandwidth=12.5e9, node_latency=5e-6, node_bandwidth=3e11)
 
 
+def test_a_cluster_is_described_in_one_line() -> None:
+    assert Cluster([FAST]).describe() == "1 device (1 fast)"
+    many = [Device(f"d{k}", memory=1) for k in range(20)]
+    assert Cluster([FAST, SLOW, SLOW, *many]).describe().startswith("23 devices (1 fast, 2 slow, 1 d0, ")
+    assert Cluster([FAST, SLOW, SLOW, *many]).describe().endswith(", 1 d5, 14 more kinds)")
+
+
+def test_whole_numbers_of_any_length_are_refused_in_a_toml_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text("latency = " + "9" * 5000 + "\n[[devices]]\n")
+    with pytest.raises(FileFormatError, match=r"cluster\.toml: not a TOML file: Exceeds the limit"):
+        Cluster.load(path)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("[]", "a cluster: the data must be an object, got a list"),
         ("{}", "a cluster: 'devices' is missing"),
-        ('{"devices": {}}', "devices must be a list"),
-        ('{"devices": [{"name": "a", "sped": 1}]}', "device 0: a device: there is no field 'sped': did you mean 'speed'"),
+        ('{"devices": {}}', r"devices must be a list, got {}: in a \.toml file, begin each device with \[\[devices\]\]"),
+        ('{"devices": [{"count": 1000000000000}]}', "device 0: with its count of 1,000,000,000,000 there are"),
+        ('{"devices": [{"count": 4000}, {"count": 97}]}', "device 1: with its count of 97 there are 4,097 devices"),
+        ('{"devices": ["a"]}', "device 0: the data must be an object, got text"),
+        ('{"devices": [{}], "latency": ' + "9" * 5000 + "}", "not a JSON file: Exceeds the limit"),
+        ("[" * 100_000, "not a JSON file: its lists or tables are nested too deeply"),
+        ('{"devices": [{"name": "a", "sped": 1}]}', "device 0: there is no field 'sped': did you mean 'speed'"),
         ('{"devices": [{"count": 0}]}', "device 0: count must be a whole number of at least 1, got 0"),
         ('{"devices": [{}, {"speed": 0}]}', "device 1: speed must be more than 0"),
         ('{"devices": [{}], "latencey": 1}', "a cluster: there is no field 'latencey': did you mean 'latency'"),

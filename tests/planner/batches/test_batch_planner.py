@@ -13,7 +13,8 @@ import pytest
 
 import penstock as ps
 from penstock.errors import CostsError, PlanError, ScheduleError
-from penstock.planner.batches.batch_planner import BatchOrder, BatchPlanner
+from penstock.planner.batches.batch_planner import WORK, BatchOrder, BatchPlanner
+from penstock.planner.order_search.evaluator import get_loops
 
 NAMES = ("1f1b", "eager-1f1b", "gpipe", "zb-h1", "zb-h2")
 COSTS = ps.Costs(f=1.0, i=1.2, w=0.8, latency=0.05, activation=1.0, weight_stash=0.5, output=0.1)
@@ -132,6 +133,56 @@ def test_every_duration_zero() -> None:
     assert order.bound <= order.makespan
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_random_batches_against_the_simulator(seed: int) -> None:
+    """Every order that was tried and the result: times, memory and limits, on any placement, with shared links, skips and reductions."""
+    chance = np.random.default_rng(seed)
+    names = ("1f1b", "zbv", "dualpipe", "interleaved-1f1b", "dualpipe-v", "zb-h2")
+    schedule, count = ps.schedule(names[seed], 3 if seed % 2 else 4, 6), 6
+    times = {
+        name: chance.random(schedule.stages).tolist() for name in ("f", "i", "w", "activation", "weight_stash", "output", "kept", "reduce")
+    }
+    contention = ("independent", "rank", "duplex")[seed % 3]
+    costs = ps.Costs(**times, latency=0.1, bandwidth=2.0, contention=contention, parameters=0.5, optimizer=0.2, overlap=0.9)
+    lengths, skips = chance.integers(1, 3000, count).tolist(), {1: (0,), 4: tuple(range(schedule.stages))}
+    options = {"sequence": 1000, "quadratic": 0.3, "tries": 60}
+    peak = max(BatchPlanner(schedule, costs, **options).order(lengths, skips=skips).predicted.peak_memory)
+    plan = BatchPlanner(schedule, costs, memory_limit=0.8 * peak, **options)
+    order, base = plan.order(lengths, skips=skips), plan.costs(lengths, skips)
+    for tried in order.tried:
+        timeline = ps.simulate(tried.flat.program, base.permuted(tried.microbatches))
+        assert tried.objective == pytest.approx(timeline.makespan, rel=1e-14)
+        assert tried.fits == (max(timeline.peak_memory) <= 0.8 * peak)
+        assert not tried.fits or order.makespan <= tried.objective
+    timeline = ps.simulate(ps.lower(order.schedule), base.permuted(order.microbatches))
+    assert order.makespan == pytest.approx(timeline.makespan, rel=1e-14)
+    assert max(timeline.peak_memory) <= 0.8 * peak
+    assert order.bound <= order.makespan
+
+
+@pytest.mark.parametrize("limit", [None, 7.0])
+def test_without_numba_the_orders_are_the_same(limit: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = long_tailed(9, 8, 3000)
+    first = planner(4, 8, memory_limit=limit, tries=100).order(lengths)
+    monkeypatch.setattr("penstock.planner.batches.batch_planner.get_loops", lambda: get_loops(plain=True))
+    other = planner(4, 8, memory_limit=limit, tries=100).order(lengths)
+    assert not other.tried[0].search.loops.compiled
+    assert (first.microbatches, first.schedule.name, first.makespan) == (other.microbatches, other.schedule.name, other.makespan)
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_the_work_per_batch_does_not_grow_with_its_size(limited: bool) -> None:
+    """What is timed, which decides how long planning takes, counted without a clock."""
+    for ranks, count in ((2, 4), (8, 64), (16, 128)):
+        lengths = long_tailed(1, count)
+        plan = planner(ranks, count, "zb-h1", schedules=())
+        if limited:
+            peaks = ps.simulate(ps.lower(plan.schedule), plan.costs(lengths)).peak_memory
+            plan = planner(ranks, count, "zb-h1", schedules=(), memory_limit=max(peaks))
+        order = plan.order(lengths)
+        assert order.tried[0].search.count_work() <= 1.05 * WORK
+
+
 def test_other_counts_and_known_costs() -> None:
     plan = planner(4, 8)
     assert len(plan.order(long_tailed(0, 11)).microbatches) == 11
@@ -242,8 +293,43 @@ def test_options_that_are_refused(options: dict, message: str) -> None:
         BatchPlanner(ps.schedule("1f1b", 4, 8), COSTS, **{"sequence": 100, **options})
 
 
+@pytest.mark.parametrize(
+    ("skips", "message"),
+    [
+        ([(0,)], r"skips must be a dictionary .* got \[\(0,\)\]"),
+        ({0: 1}, r"skips\[0\] must be a list of stages, like \(0, 1\), got 1"),
+        ({0: "01"}, r"skips\[0\] must be a list of stages, like \(0, 1\), got '01'"),
+        ({8: (0,)}, "microbatch 8 skips stage 0, but there are 8 microbatches and 4 stages"),
+        ({0: (-1,)}, "microbatch 0 skips stage -1, but there are 8 microbatches and 4 stages"),
+        ({0: (1.5,)}, "microbatch 0 skips stage 1.5, but"),
+    ],
+)
+def test_skips_that_are_refused(skips: object, message: str) -> None:
+    with pytest.raises(CostsError, match=message):
+        planner(4, 8, schedules=()).order([5] * 8, skips=skips)
+
+
+def test_arguments_that_are_refused() -> None:
+    plan, schedule = planner(4, 8, schedules=()), ps.schedule("1f1b", 4, 8)
+    for count in (0, -1, 1.5, "8", None, True, 1 << 40):
+        with pytest.raises(CostsError, match="microbatches must be a whole number of at least 1"):
+            plan.order_by_costs(COSTS, count)
+    with pytest.raises(CostsError, match=r"costs must be a penstock\.Costs, got dict"):
+        plan.order_by_costs({"f": 1.0}, 8)
+    with pytest.raises(CostsError, match="f of the longest microbatch is more than a number can be"):
+        BatchPlanner(schedule, ps.Costs(f=1e300), sequence=1, quadratic=1.0, schedules=()).order([1 << 39] * 8)
+    with pytest.raises(CostsError, match="lengths of ahead must be a function of a batch, got 5"):
+        next(plan.ahead([[5] * 8], 5))
+    with pytest.raises(ScheduleError, match=r"schedules must be a list of names, got '1f1b': give \['1f1b'\]"):
+        planner(4, 8, schedules="1f1b")
+    with pytest.raises(ScheduleError, match="schedules must be a list of names, with 5 in it"):
+        planner(4, 8, schedules=[5])
+
+
 def test_sources_that_are_refused() -> None:
     schedule = ps.schedule("1f1b", 4, 8)
+    with pytest.raises(ScheduleError, match="1f1b spreads the vocabulary over the ranks, for which no batches are planned"):
+        BatchPlanner(ps.spread_vocabulary(schedule), COSTS, sequence=100)
     with pytest.raises(CostsError, match="give costs=, or a plan"):
         BatchPlanner(schedule, sequence=100)
     with pytest.raises(CostsError, match="got Profile"):
@@ -254,5 +340,3 @@ def test_sources_that_are_refused() -> None:
         BatchPlanner(ps.schedule("inference", 4, 8), COSTS, sequence=100)
     with pytest.raises(ScheduleError, match="cuts sequences into slices"):
         BatchPlanner(ps.schedule("seq1f1b", 4, 8, slices=2), COSTS, sequence=100)
-    with pytest.raises(CostsError, match="microbatch 8 skips stage 0, but there are 8 microbatches and 4 stages"):
-        planner(4, 8).order([5] * 8, skips={8: (0,)})

@@ -33,6 +33,9 @@ def test_lengths_are_numbers_lists_or_arrays() -> None:
         ([float("nan")], r"lengths\[0\] must be a whole number"),
         (["12"], r"lengths\[0\] must be a sequence, got str"),
         (7, "lengths must be a sequence, got int"),
+        ({3, 5}, "lengths must be a sequence, got set"),
+        ({0: 5}, "lengths must be a sequence, got dict"),
+        ([5, 10**400], r"lengths\[1\] must be a number of tokens up to 1099511627776, got one of 401 digits"),
     ],
 )
 def test_lengths_that_are_none_are_refused(lengths: object, message: str) -> None:

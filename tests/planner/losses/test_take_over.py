@@ -108,6 +108,37 @@ def test_the_memory_of_before_is_enough(name: str, lost: list[tuple[int, int]]) 
     assert free.throughput * 0.6 <= after.throughput <= free.throughput + 1e-9
 
 
+@pytest.mark.parametrize(
+    ("name", "microbatches", "lost"),
+    [("looped-bfs", 6, [(1, 1)]), ("v-half", 4, [(0, 1), (1, 0)]), ("v-min", 4, [(1, 1), (0, 0)]), ("1f1b-v", 7, [(0, 0), (1, 1)])],
+)
+def test_ranks_that_would_wait_for_each_other_run_their_microbatches_in_turn(
+    name: str, microbatches: int, lost: list[tuple[int, int]]
+) -> None:
+    """The limits of before are enough for one microbatch after the other, so there is an order whatever microbatches need."""
+    schedule, survivors = ps.schedule(name, 3, microbatches), ps.Survivors.after(3, 2, lost)
+    sizes = [[1.0 + (3 * stage + 5 * number) % 4 for number in range(microbatches)] for stage in range(schedule.stages)]
+    costs = ps.Costs(activation=sizes, weight_stash=0.3, latency=0.5)
+    limits = ps.simulate(ps.lower(schedule), costs).peak_memory
+    after = ps.take_over(schedule, survivors, costs=costs, memory_limit=limits)
+    for rank, (pipeline_rank, _) in enumerate(survivors.places):
+        held = peak = 0.0  # as the order of the rank's actions says, without the simulator
+        for action in after.schedule[rank]:
+            size = sizes[action.stage][action.microbatch // 2]
+            held += {Kind.F: size, Kind.B: -size, Kind.I: 0.3 - size, Kind.W: -0.3}[action.kind]
+            peak = max(peak, held)
+        assert peak <= limits[pipeline_rank] * (1 + 1e-9)
+        assert abs(held) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["chimera", "dualpipe"])
+def test_copies_without_microbatches_keep_their_places(name: str) -> None:
+    schedule, survivors = ps.schedule(name, 2, 1), ps.Survivors.after(2, 3, [(0, 1)])
+    placement = ps.take_over(schedule, survivors).schedule.placement
+    for rank, (pipeline_rank, _) in enumerate(survivors.places):
+        assert set(placement.stages_of(rank)) == set(schedule.placement.stages_of(pipeline_rank))
+
+
 def test_a_limit_that_no_order_keeps_is_refused_with_the_numbers() -> None:
     schedule, survivors = ps.schedule("1f1b", 2, 4), ps.Survivors.after(2, 2, [(1, 1)])
     with pytest.raises(PlanError, match=r"rank 2 \(pp 1, dp 0\) would hold 1\.[0-9]+ of at most 1\.1 when peers run"):

@@ -1,7 +1,8 @@
-"""The search for an order of microbatches: plain and compiled, against times of the exchanged costs."""
+"""Orders of microbatches within one schedule: times and memory against the simulator, plain and compiled alike."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import permutations
 
@@ -9,66 +10,87 @@ import numpy as np
 import pytest
 
 import penstock as ps
-from penstock.planner.order_search.evaluator import Evaluator
-from penstock.planner.order_search.flat_problem import flatten, read_order
-from penstock.planner.order_search.permutations import PermutationState
+from penstock.planner.batches.batch_costs import BatchCosts
+from penstock.planner.batches.batch_planner import BatchSearch, TimedOrder
+from penstock.planner.batches.flat_schedule import FlatSchedule
+from penstock.planner.order_search.evaluator import get_loops
 from penstock.planner.problem import Problem
 
 
-def run(problem: Problem, schedule: ps.Schedule, start: list[int], tries: int, plain: bool) -> tuple[list[int], float, float]:
-    """The order, its objective and its memory over the limits."""
-    evaluator = Evaluator(flatten(problem), plain=plain)
-    nodes, full = read_order(evaluator.flat, schedule)
-    base = evaluator.copy_flat(full)
-    flat = evaluator.copy_flat(full)._replace(travel=evaluator.as_column(evaluator.flat.travel.copy()))
-    at = evaluator.as_column(np.array(start))
-    state = PermutationState(evaluator.as_column(nodes), at, base.duration, base.travel, base.takes, base.keeps, evaluator.seed(3))
-    found = evaluator.loops.search_permutations(flat, state, evaluator.clock, tries, problem.memory_limit is not None)
-    return [int(k) for k in at], *found
-
-
-def uneven_problem(seed: int, count: int, limit: tuple[float, ...] | None = None) -> Problem:
-    chance = np.random.default_rng(seed)
-    f, i, w, activation, output = (chance.integers(1, 9, (3, count)).astype(float) for _ in range(5))
+def uneven_problem(seed: int, schedule: ps.Schedule, limit: tuple[float, ...] | None = None, **options: object) -> Problem:
+    chance, shape = np.random.default_rng(seed), (schedule.stages, schedule.microbatches)
+    f, i, w, activation, output = (chance.integers(0, 9, shape).astype(float) for _ in range(5))
     costs = ps.Costs(f=f, i=i, w=w, activation=activation, weight_stash=activation / 2, output=output, bandwidth=8.0, latency=0.25)
-    return Problem(ps.Placement.linear(3), count, costs, limit)
+    return Problem(schedule.placement, schedule.microbatches, costs, limit, **options)
+
+
+def search(problem: Problem, schedule: ps.Schedule, plain: bool = False) -> BatchSearch:
+    return BatchSearch(BatchCosts.read(problem), [FlatSchedule.build(schedule)], FlatSchedule.build, 0, get_loops(plain))
+
+
+def climb(problem: Problem, schedule: ps.Schedule, start: list[int], tries: int, plain: bool = False) -> TimedOrder:
+    """The order that the search ends with."""
+    batch = search(problem, schedule, plain)
+    return batch.climb(TimedOrder(batch.schedules[0], tuple(start), math.inf, batch), tries, 10**9)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "gpipe"])
 @pytest.mark.parametrize("limit", [None, (30.0, 25.0, 20.0)])
 def test_plain_and_compiled_find_the_same(name: str, limit: tuple[float, ...] | None) -> None:
-    problem, schedule = uneven_problem(1, 6, limit), ps.schedule(name, 3, 6)
-    assert run(problem, schedule, [0, 1, 2, 3, 4, 5], 60, plain=True) == run(problem, schedule, [0, 1, 2, 3, 4, 5], 60, plain=False)
+    schedule = ps.schedule(name, 3, 6)
+    problem = uneven_problem(1, schedule, limit)
+    one, other = (climb(problem, schedule, [0, 1, 2, 3, 4, 5], 60, plain) for plain in (True, False))
+    assert (one.microbatches, one.objective, one.excess) == (other.microbatches, other.objective, other.excess)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_the_objective_is_that_of_the_exchanged_costs(name: str) -> None:
-    """Every field of every microbatch moves with it, messages included."""
-    problem, schedule = uneven_problem(2, 7), ps.schedule(name, 3, 7)
-    start = [3, 1, 4, 0, 6, 5, 2]
-    for tries in (0, 50):
-        order, objective, _ = run(problem, schedule, start, tries, plain=False)
-        assert sorted(order) == list(range(7))
-        timed = ps.simulate(ps.lower(schedule), problem.costs.permuted(order)).makespan
-        assert objective == pytest.approx(timed, rel=1e-12)
-    assert objective < ps.simulate(ps.lower(schedule), problem.costs.permuted(start)).makespan
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(("1f1b", {}), ("zb-h2", {}), ("gpipe", {}), ("zbv", {}), ("v-min", {}), ("interleaved-1f1b", {"chunks": 3}), ("hanayo", {})),
+        *(("dualpipe", {}), ("dualpipe-v", {}), ("chimera", {}), ("looped-bfs", {"chunks": 2}), ("grouped-interleaved", {"chunks": 2})),
+    ],
+)
+def test_times_and_memory_are_those_of_the_simulator(name: str, options: dict) -> None:
+    """To the last bit for the times, without running through the program; overlapped actions, copies of the model and reductions too."""
+    schedule = ps.schedule(name, 4, 8, **options)
+    chance = np.random.default_rng(len(name))
+    for overlap, barrier in ((1.0, True), (0.75, True), (1.0, False)):
+        problem = uneven_problem(2, schedule, (20.0,) * 4, barrier=barrier)
+        extra = {"reduce": chance.integers(0, 9, schedule.stages).tolist(), "optimizer": 2.0, "parameters": 0.5, "overlap": overlap}
+        links = {"latency": chance.random((4, 4)).tolist(), "b": chance.random((schedule.stages, 8))}
+        problem = Problem(problem.placement, 8, ps.Costs(**problem.costs.to_json() | extra | links), (20.0,) * 4, barrier)
+        batch = search(problem, schedule)
+        for _ in range(3):
+            order = tuple(chance.permutation(8).tolist())
+            timeline = ps.simulate(ps.lower(schedule), problem.costs.permuted(order))
+            (timed,) = batch.time_all(batch.schedules, {"": order})
+            assert timed.objective == pytest.approx(problem.objective(timeline), rel=1e-14)
+            assert timed.excess == pytest.approx(sum(max(0.0, peak - 20.0) for peak in timeline.peak_memory), rel=1e-6)
+
+
+def test_the_search_stops_early_only_if_an_order_is_slower() -> None:
+    """Brute force: with enough tries, the best of all orders."""
+    schedule = ps.schedule("zb-h1", 3, 5)
+    for seed in range(2):
+        problem = uneven_problem(seed, schedule)
+        best = min(ps.simulate(ps.lower(schedule), problem.costs.permuted(order)).makespan for order in permutations(range(5)))
+        assert min(climb(problem, schedule, start, 400).objective for start in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0])) == best
 
 
 def test_memory_over_the_limit_goes_first() -> None:
     """An order over the limit is changed until it fits, even if that takes longer."""
-    problem, schedule = uneven_problem(3, 6), ps.schedule("1f1b", 3, 6)
-    costs = replace(problem.costs, output=0.0)
-    peaks = {order: ps.simulate(schedule, costs.permuted(order)).peak_memory[0] for order in permutations(range(6))}
+    schedule = ps.schedule("1f1b", 3, 5)
+    costs = replace(uneven_problem(3, schedule).costs, output=0.0)
+    peaks = {order: ps.simulate(ps.lower(schedule), costs.permuted(order)).peak_memory[0] for order in permutations(range(5))}
     worst = max(peaks, key=peaks.__getitem__)
     limit = min(peaks.values())
-    limited = replace(problem, costs=costs, memory_limit=(limit, 1e9, 1e9))
-    _, _, excess = run(limited, schedule, list(worst), 0, plain=False)
-    assert excess == pytest.approx(peaks[worst] - limit)
-    order, _, excess = run(limited, schedule, list(worst), 500, plain=False)
-    assert excess == 0.0
-    assert peaks[tuple(order)] == pytest.approx(limit)
+    limited = Problem(schedule.placement, 5, costs, (limit, 1e9, 1e9))
+    assert climb(limited, schedule, list(worst), 0).excess == pytest.approx(peaks[worst] - limit)
+    order = climb(limited, schedule, list(worst), 500)
+    assert order.excess == 0.0
+    assert peaks[order.microbatches] == pytest.approx(limit)
 
 
 def test_one_microbatch() -> None:
-    problem = uneven_problem(4, 1)
-    assert run(problem, ps.schedule("1f1b", 3, 1), [0], 10, plain=False)[0] == [0]
+    schedule = ps.schedule("1f1b", 3, 1)
+    assert climb(uneven_problem(4, schedule), schedule, [0], 10).microbatches == (0,)

@@ -408,3 +408,10 @@ def test_recomputed_layers_keep_what_the_job_s_planner_counts():
     by_layer, whole = ([peaks[0] for _, peaks in launch(train, 2, args=(choice,))] for choice in ([True] * 6, True))
     for stage in range(2):  # by layers: two inputs more per microbatch; in the backward, the activations of two layers less
         assert whole[stage] - by_layer[stage] == pytest.approx(2 * measured.layers[1].activation - 2 * COUNT * size, abs=1.1 * size)
+
+
+@pytest.mark.parametrize("choice", [[0, 1], "10", [True, [True, False]], 1, {0: True}, [True, None, True, False]])
+def test_other_choices_than_bools_are_refused(choice):
+    """The numbers of two stages are not their choices."""
+    with pytest.raises((ScheduleError, PipelineError), match="give True, False, one of these per stage, or one per layer"):
+        Pipeline(blocks(4), schedule="gpipe", microbatches=2, loss_fn=functional.mse_loss, recompute=choice)

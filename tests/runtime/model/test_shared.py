@@ -60,6 +60,23 @@ def _unpipelined(model: nn.Module, microbatches: int, steps: int = 3) -> nn.Modu
     return model
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_a_module_that_some_of_the_ranks_share(name: str) -> None:
+    """The middle one of three virtual ranks takes no part in the module that the others share, but in everything that they exchange."""
+    model, x, y = blocks(6).double(), torch.randn(8, 6).double(), torch.randn(8, 6).double()
+    model[4 if name == "1f1b" else 2] = model[0]  # on ranks 0 and 2
+    schedule = ps.schedule(name, ranks=3, microbatches=4)
+    pipes = launch(lambda: _evaluate(Pipeline(model, schedule, loss_fn=functional.mse_loss), x, y), ranks=3)
+    model.eval()
+    torch.testing.assert_close(pipes[1], functional.mse_loss(model(x), y), rtol=1e-12, atol=0)
+
+
+def _evaluate(pipe: Pipeline, x: Tensor, y: Tensor) -> Tensor:
+    loss = pipe.eval_step(x, target=y).loss
+    assert all(module.training for stage in pipe.stages.values() for module in stage.module.modules())
+    return loss
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv", "dualpipe", "chimera"])
 def test_separate_copies_stay_equal(name: str, tied: bool) -> None:

@@ -49,6 +49,15 @@ def test_a_loss_is_described_with_those_who_take_over() -> None:
     assert shared.startswith(f"rank 1 (pp 0, dp 1) was lost; of its 4 microbatches run {takers}; predicted step 1.")
 
 
+def test_a_loss_is_described_as_it_was_in_its_step() -> None:
+    """The step may be completed after further ranks were lost."""
+    mesh = LostMesh(2, 2, [(1, 1)])
+    joint, table = join(mesh), ps.schedule("1f1b", 2, 4)
+    before = joint.describe(table)
+    mesh.whole.members = (1, 2)
+    assert joint.describe(table) == before
+
+
 def test_lost_columns_are_named() -> None:
     with pytest.raises(
         PipelineError, match=r"rank 2 \(pp 1, dp 0\) and rank 3 \(pp 1, dp 1\) were lost, and the others cannot go on: all 2"

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,13 @@ RANKS, SOON, LATE = 3, 30.0, 200.0
 """A failure must be known long before the deadline, which no wait here may come to."""
 
 
-@pytest.fixture(scope="module")
-def trio() -> Iterator[Workers]:
-    """Ranks for faults that a process survives."""
-    with Workers(RANKS) as workers:
-        yield workers
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def trio(workers: Workers) -> Run:
+    """Calls a function on ranks for faults that a process survives."""
+    return partial(workers.run, ranks=RANKS)
 
 
 class Trap(nn.Module):
@@ -112,12 +114,12 @@ def raise_it() -> None:
 
 @pytest.mark.parametrize("victim", range(RANKS))
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_exception_in_a_stage(trio: Workers, where: str, victim: int) -> None:
+def test_exception_in_a_stage(trio: Run, where: str, victim: int) -> None:
     def set_trap(trap: Trap) -> None:
         setattr(trap, f"{where}_trap", raise_it)
 
     action = rf"{victim}{'F' if where == 'forward' else 'B'}2 \(stage {victim}, {where} of microbatch 2\)"
-    for times in zip(*trio.run(survive, (set_trap, victim)), strict=True):
+    for times in zip(*trio(survive, (set_trap, victim)), strict=True):
         assert len({report for report, _, _ in times}) == 1
         report = times[0][0]
         assert re.match(rf"{action} failed on rank {victim}: ValueError: no such token\n", report)
@@ -126,13 +128,13 @@ def test_exception_in_a_stage(trio: Workers, where: str, victim: int) -> None:
         assert max(took for _, _, took in times) < SOON
 
 
-def test_report_says_which_rank_waits_for_which(trio: Workers) -> None:
+def test_report_says_which_rank_waits_for_which(trio: Run) -> None:
     """The last rank fails in its third forward, so the first must be waiting for a gradient of the middle one."""
 
     def set_trap(trap: Trap) -> None:
         trap.forward_trap = raise_it
 
-    (report, _, _), _ = trio.run(survive, (set_trap, 2))[0]
+    (report, _, _), _ = trio(survive, (set_trap, 2))[0]
     lines = report.splitlines()
     assert re.match(r"  rank 0 waits for gradients from rank 1, for 0B\d, since [0-9.]+ s; done before: (0\w+, ){2}0RECV_B\d$", lines[1])
     assert re.match(r"  rank 2 runs 2F2 since [0-9.]+ s; done before: ", lines[3])
@@ -145,19 +147,19 @@ class OddError(Exception):
         super().__init__(f"{one} and {two}")
 
 
-def test_exception_that_cannot_travel(trio: Workers) -> None:
+def test_exception_that_cannot_travel(trio: Run) -> None:
     def set_trap(trap: Trap) -> None:
         def odd() -> None:
             raise OddError(1, 2)
 
         trap.forward_trap = odd
 
-    for (report, cause, _), _ in trio.run(survive, (set_trap, 1)):
+    for (report, cause, _), _ in trio(survive, (set_trap, 1)):
         assert "OddError: 1 and 2" in report
         assert "1 and 2" in cause
 
 
-def test_wrong_shape(trio: Workers) -> None:
+def test_wrong_shape(trio: Run) -> None:
     def run() -> list[Any]:
         pipe, _, x, y = make()
         first = pipe.step(x, target=y).loss
@@ -167,19 +169,19 @@ def test_wrong_shape(trio: Workers) -> None:
             assert torch.equal(pipe.step(x, target=y).loss, first)
         return found
 
-    for times in zip(*trio.run(run), strict=True):
+    for times in zip(*trio(run), strict=True):
         assert {re.match(r"0F0 .* failed on rank 0: RuntimeError: .*shapes", report) is not None for report, _, _ in times} == {True}
         assert max(took for _, _, took in times) < SOON
 
 
 @pytest.mark.parametrize("victim", [1])
-def test_stall_past_the_deadline(trio: Workers, victim: int) -> None:
+def test_stall_past_the_deadline(trio: Run, victim: int) -> None:
     """The headline names the rank that stalls, also if the first to complain waits for a rank in between."""
 
     def set_trap(trap: Trap) -> None:
         trap.forward_trap = lambda: time.sleep(4)
 
-    for times in zip(*trio.run(survive, (set_trap, victim, 1.0)), strict=True):
+    for times in zip(*trio(survive, (set_trap, victim, 1.0)), strict=True):
         assert len({report for report, _, _ in times}) == 1
         report = times[0][0]
         headline = rf"rank \d waited \d\.\d s for (gradients|activations) from rank \d; held up by rank {victim}, which runs {victim}F2 "
@@ -201,7 +203,7 @@ def test_stall_in_the_words_of_nccl() -> None:
         group.close()
 
 
-def test_ranks_that_disagree_on_the_schedule(trio: Workers) -> None:
+def test_ranks_that_disagree_on_the_schedule(trio: Run) -> None:
     def run() -> list[Any]:
         torch.manual_seed(0)
         model, (x, y) = [Trap() for _ in range(RANKS)], torch.randn(2, 12, 6).unbind()
@@ -214,13 +216,13 @@ def test_ranks_that_disagree_on_the_schedule(trio: Workers) -> None:
             assert pipe.step(x, target=y).loss is not None
         return found
 
-    for times in zip(*trio.run(run), strict=True):
+    for times in zip(*trio(run), strict=True):
         assert len({report for report, _, _ in times}) == 1
         assert re.match(r"the ranks disagree on schedule: '\w+' on rank 0, '\w+' on rank 2; give all the same", times[0][0])
 
 
 @pytest.mark.parametrize("counts", [(6, 6, 4), (4, 6, 6)])
-def test_ranks_that_disagree_on_the_count(trio: Workers, counts: tuple[int, ...]) -> None:
+def test_ranks_that_disagree_on_the_count(trio: Run, counts: tuple[int, ...]) -> None:
     def run() -> list[Any]:
         pipe, _, x, y = make()
         first = pipe.step(x, target=y).loss
@@ -230,13 +232,13 @@ def test_ranks_that_disagree_on_the_count(trio: Workers, counts: tuple[int, ...]
             assert torch.equal(pipe.step(x, target=y).loss, first)
         return found
 
-    for times in zip(*trio.run(run), strict=True):
+    for times in zip(*trio(run), strict=True):
         assert len({report for report, _, _ in times}) == 1
         assert re.match(r"rank \d runs another step than rank \d: give all ranks the same count", times[0][0])
         assert max(took for _, _, took in times) < SOON
 
 
-def test_steps_continue_after_many_failures(trio: Workers) -> None:
+def test_steps_continue_after_many_failures(trio: Run) -> None:
     """Every failure starts a new generation of connections; the old ones are released."""
 
     def run() -> tuple[int, int]:
@@ -251,7 +253,7 @@ def test_steps_continue_after_many_failures(trio: Workers) -> None:
                 counts.append(len(os.listdir("/proc/self/fd")))
         return counts[0], counts[1]
 
-    for before, after in trio.run(run):
+    for before, after in trio(run):
         assert after <= before
 
 
@@ -298,7 +300,7 @@ def test_reports_of_direct_channels_tell_faults_apart(transport: str, tmp_path: 
 
 
 @pytest.mark.parametrize("transport", ["framed", "direct", "edges"])
-def test_failure_reaches_all_ranks_if_their_errors_are_kept(trio: Workers, transport: str) -> None:
+def test_failure_reaches_all_ranks_if_their_errors_are_kept(trio: Run, transport: str) -> None:
     """Rank 0 waits for rank 1, which is told of the failure of rank 2 and keeps the error, with everything that its frames refer to."""
 
     def run() -> float:
@@ -317,7 +319,7 @@ def test_failure_reaches_all_ranks_if_their_errors_are_kept(trio: Workers, trans
         pipe.group.close()
         return took if kept else LATE
 
-    assert max(trio.run(run)) < SOON
+    assert max(trio(run)) < SOON
 
 
 # Ranks that are lost ----------------------------------------------------------------------------------------------------

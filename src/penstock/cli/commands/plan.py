@@ -169,6 +169,10 @@ def plan(
         raise UsageError("--latency and --bandwidth do not go with --cluster, which has the links of each pair of devices")
     if (microbatches is None) == (batch is None):
         raise UsageError("give one of the two: --microbatches, or --batch with the samples per step")
+    if devices is not None and transformer is not None:
+        own = [name for name in ("latency", "bandwidth") if name in _read_sizes(transformer)]
+        if own:
+            raise UsageError(f"--transformer: leave out {' and '.join(own)}, because --cluster has the links of each pair of devices")
     model = _replace_links(_load_model(profile, transformer), latency, bandwidth)
     in_bytes = is_in_bytes(model, None)
     if in_bytes:

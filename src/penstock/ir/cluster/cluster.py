@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,8 @@ from penstock.errors import CostsError, FileFormatError, nearest
 from penstock.ir.cluster.links import Bandwidth, Lanes, Latency, as_array, check_bandwidth, check_lanes, check_latency, is_table, permute
 from penstock.ir.formats.reading import check_record, read_settings, suffix_of
 from penstock.ir.formats.toml_form import toml_value
-from penstock.text.units import SECONDS, check_count, check_number, parse_size
+from penstock.text.numbers import format_count
+from penstock.text.units import SECONDS, check_count, check_number, parse_size, shorten
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,8 +29,14 @@ if TYPE_CHECKING:
 PerLayer = float | tuple[float, ...]
 
 CARDS = ("node", "device")
+MOST_DEVICES = 4096
+"""There is one table row per device, and one rank."""
 _NODE_FIELDS: dict[str, tuple[type, ...]] = {"node_latency": (int, float), "node_bandwidth": (int, float, str, type(None)), "card": (str,)}
 """Fields of a file that describe links by nodes, with their types."""
+_MOST_SPEED = 1e100
+"""Times that are divided by a speed must remain finite."""
+_LONGEST_NAME, _MOST_KINDS = 200, 8
+"""Characters of a name, and kinds of devices that are named in one line."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +126,13 @@ def _check_speed(name: str, value: Any) -> PerLayer:
 
 
 def _check_one_speed(name: str, value: Any) -> float:
+    if isinstance(value, str):
+        raise CostsError(f"{name} must be a number, 1 for a device that is as fast as the profile, got {shorten(value)}")
+    if not isinstance(value, bool) and isinstance(value, (int, float)) and not value > 0:
+        raise CostsError(f"{name} must be more than 0, got {shorten(value)}: leave out devices that do not run")
     speed = check_number(name, value)
-    if not speed:
-        raise CostsError(f"{name} must be more than 0: leave a device that does not run out of the cluster")
+    if not 1 / _MOST_SPEED <= speed <= _MOST_SPEED:
+        raise CostsError(f"{name} must be from {1 / _MOST_SPEED:g} to {_MOST_SPEED:g}, got {speed:g}: it is relative to the profile")
     return speed
 
 
@@ -144,13 +155,16 @@ class Device:
 
     def __post_init__(self) -> None:
         for name in ("name", "node"):
-            if not isinstance(getattr(self, name), str):
-                raise CostsError(f"a device's {name} is text, got {getattr(self, name)!r}")
+            text = getattr(self, name)
+            if not isinstance(text, str):
+                raise CostsError(f"a device's {name} is text, got {shorten(text)}")
+            if not text.isprintable() or len(text) > _LONGEST_NAME:
+                raise CostsError(f"a device's {name} is one line of at most {_LONGEST_NAME} printable characters, got {shorten(text)}")
         object.__setattr__(self, "speed", Speeds.of(self.speed))
         if self.memory is not None:
             object.__setattr__(self, "memory", parse_size(self.memory, "memory"))
             if not self.memory:
-                raise CostsError("memory must be more than 0")
+                raise CostsError("memory must be more than 0, got 0: leave it out, for all devices, if it has no limit")
 
     @property
     def speeds(self) -> Speeds:
@@ -208,7 +222,9 @@ class Cluster:
     def __post_init__(self) -> None:
         devices = tuple(self.devices) if is_table(self.devices) else ()
         if not devices or not all(isinstance(device, Device) for device in devices):
-            raise CostsError("a cluster needs a list of at least one device, each a penstock.Device")
+            raise CostsError(f"devices must be a list of at least one penstock.Device, got {shorten(self.devices)}")
+        if len(devices) > MOST_DEVICES:
+            raise CostsError(f"{len(devices):,} devices: a cluster has at most {MOST_DEVICES:,}, one for each rank of a pipeline")
         object.__setattr__(self, "devices", devices)
         object.__setattr__(self, "latency", check_latency("latency", self.latency))
         object.__setattr__(self, "bandwidth", check_bandwidth("bandwidth", self.bandwidth, text=True))
@@ -264,7 +280,11 @@ class Cluster:
         for name, value in rates.items():
             if is_table(value):
                 raise CostsError(f"{name} is one number if links are described by nodes: leave out {', '.join(_NODE_FIELDS)} for a table")
+            (check_latency if name.endswith("latency") else partial(check_bandwidth, text=True))(name, value)
         devices = tuple(devices)
+        within_nodes = [name for name, unset in (("node_latency", 0.0), ("node_bandwidth", None)) if rates[name] != unset]
+        if within_nodes and not any(device.node for device in devices):
+            raise CostsError(f"{' and '.join(within_nodes)}: no device has a node, so no link is within one. Name the node of each device")
         owners: list[str | int] = [device.node if card == "node" and device.node else place for place, device in enumerate(devices)]
         cards = {owner: number for number, owner in enumerate(dict.fromkeys(owners))}
         first_pair = 2 * len(cards)
@@ -308,22 +328,30 @@ class Cluster:
         """Whether it does not matter which device is where: the same speeds, memory and links everywhere."""
         return len(self.list_groups()) == 1
 
-    def list_groups(self) -> list[tuple[int, ...]]:
-        """The devices in groups: any two of one group can change places without any difference."""
+    def list_groups(self, limits: Sequence[float] | None = None) -> list[tuple[int, ...]]:
+        """The devices in groups: any two of one group can change places without any difference.
+
+        With `limits`, one memory limit per device that counts instead of its memory.
+
+        >>> Cluster([Device(), Device()]).list_groups(limits=[4.0, 8.0])
+        [(0,), (1,)]
+        """
         groups: list[list[int]] = []
         for device in range(len(self.devices)):
-            group = next((group for group in groups if self._are_alike(group[0], device)), None)
+            equal = [group for group in groups if limits is None or limits[group[0]] == limits[device]]
+            group = next((group for group in equal if self._are_alike(group[0], device, limits is None)), None)
             if group is None:
                 groups.append([device])
             else:
                 group.append(device)
         return [tuple(group) for group in groups]
 
-    def _are_alike(self, one: int, other: int) -> bool:
-        """Whether everything stays the same if two devices change places, up to the numbers of lanes."""
+    def _are_alike(self, one: int, other: int, memory: bool) -> bool:
+        """Whether everything stays the same if two devices change places, up to the numbers of lanes, and their memory if that counts."""
         import numpy as np
 
-        if self.devices[one].kind != self.devices[other].kind:
+        first, second = self.devices[one], self.devices[other]
+        if first.kind != second.kind if memory else first.speeds != second.speeds:
             return False
         order = np.arange(len(self.devices))
         order[one], order[other] = other, one
@@ -384,6 +412,13 @@ class Cluster:
         shared = {"contention": "independent", "lanes": None} if self.lanes is None else {"contention": "links", "lanes": self.lanes}
         return {"latency": self.latency, "bandwidth": self.bandwidth, **shared}
 
+    @property
+    def ignores_nodes(self) -> bool:
+        """Whether a node has several devices, and links within it are given like those between nodes: their rates may be forgotten."""
+        shared = len({device.node for device in self.devices if device.node}) < sum(bool(device.node) for device in self.devices)
+        plain = not isinstance(self.latency, tuple) and not isinstance(self.bandwidth, tuple) and self.lanes is None
+        return shared and len(self.nodes) > 1 and plain and (self.latency, self.bandwidth) != (0.0, None)
+
     def check_ranks(self, ranks: int) -> None:
         """Refuse another number of ranks than devices."""
         if ranks != len(self.devices):
@@ -402,9 +437,10 @@ class Cluster:
     def describe(self) -> str:
         """Devices and nodes in one line: `6 devices (2 fast, 4 slow) in 2 nodes`."""
         names = Counter(device.name or f"of speed {device.speeds.describe()}" for device in self.devices)
-        kinds = ", ".join(f"{count} {name}" for name, count in names.items())
+        listed = [f"{count} {name}" for name, count in [*names.items()][:_MOST_KINDS]]
+        kinds = ", ".join([*listed, *([f"{len(names) - len(listed)} more kinds"] if len(names) > len(listed) else [])])
         nodes = f" in {len(self.nodes)} nodes" if len(self.nodes) > 1 else ""
-        return f"{len(self.devices)} devices ({kinds}){nodes}"
+        return f"{format_count(len(self.devices), 'device')} ({kinds}){nodes}"
 
     def name_of(self, device: int) -> str:
         """The name of a device, or its number."""
@@ -510,15 +546,19 @@ def _divide(value: Any, speeds: Sequence[float]) -> Any:
 
 def _read_devices(data: Any) -> Iterator[Device]:
     if not isinstance(data, list):
-        raise CostsError(f"devices must be a list, got {data!r}")
+        raise CostsError(f"devices must be a list, got {shorten(data)}: in a .toml file, begin each device with [[devices]]")
+    total = 0
     for place, entry in enumerate(data):
-        values = dict(entry) if isinstance(entry, dict) else entry
-        count = values.pop("count", 1) if isinstance(values, dict) else 1
+        name = f"device {place}"
+        values = dict(check_record(entry, Device, name, error=CostsError, types={"count": ()}))
+        count = check_count(f"{name}: count", values.pop("count", 1))
+        total += count
+        if total > MOST_DEVICES:
+            raise CostsError(f"{name}: with its count of {count:,} there are {total:,} devices; a cluster has at most {MOST_DEVICES:,}")
         try:
-            check_count("count", count)
-            device = Device.from_json(values)
+            device = Device(**values)
         except CostsError as error:
-            raise CostsError(f"device {place}: {error}") from None
+            raise CostsError(f"{name}: {error}") from None
         yield from [device] * count
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import CostsError
+from penstock.text.numbers import format_count
 from penstock.text.units import check_number, parse_size
 
 if TYPE_CHECKING:
@@ -27,9 +28,13 @@ Lanes = tuple[tuple[tuple[int, int], ...], ...]
 
 def check_latency(name: str, value: Any) -> Latency:
     """Give a latency as a number, or as a table of numbers."""
-    if not is_table(value):
-        return check_number(name, value)
-    return _check_table(name, value, check_number, 0.0)
+    return _check_table(name, value, _check_time, 0.0) if is_table(value) else _check_time(name, value)
+
+
+def _check_time(place: str, value: Any) -> float:
+    if isinstance(value, str):
+        raise CostsError(f"{place} must be a number in the unit of the other times, like 2e-5 for 20 us in seconds, got {value!r}")
+    return check_number(place, value)
 
 
 def check_bandwidth(name: str, value: Any, text: bool = False) -> Bandwidth:
@@ -38,12 +43,23 @@ def check_bandwidth(name: str, value: Any, text: bool = False) -> Bandwidth:
     def check_rate(place: str, rate: Any) -> float | None:
         if rate is None or (isinstance(rate, float) and rate == math.inf and place != name):
             return None
-        size = parse_size(rate, place) if text and isinstance(rate, str) else check_number(place, rate)
+        size = _parse_rate(place, rate) if text and isinstance(rate, str) else check_number(place, rate)
         if not size:
-            raise CostsError(f"{place} must be more than 0, or None for unlimited: a link with a bandwidth of 0 carries no messages")
+            raise CostsError(
+                f"{place} must be more than 0, got {rate}: a link without bandwidth carries no messages; leave out unlimited ones"
+            )
         return size
 
     return _check_table(name, value, check_rate, None) if is_table(value) else check_rate(name, value)
+
+
+def _parse_rate(place: str, text: str) -> float:
+    try:
+        return parse_size(text)
+    except CostsError:
+        raise CostsError(
+            f"{place}: {text!r} is not a bandwidth: write how many bytes pass per unit of time, as a size like 12.5GB (100 Gbit are 12.5GB)"
+        ) from None
 
 
 def check_lanes(name: str, value: Any) -> Lanes:
@@ -78,7 +94,10 @@ def _check_table(name: str, value: Any, check: Callable[[str, Any], Any], within
         raise CostsError(f"{name} must be a table with one row per sending rank and one value per receiving rank, got {value!r}")
     for source, row in enumerate(rows):
         if len(row) != len(rows):
-            raise CostsError(f"{name} has {len(rows)} rows, but row {source} has {len(row)} values: a row has one value per rank")
+            raise CostsError(
+                f"{name} has {format_count(len(rows), 'row')}, but row {source} has {format_count(len(row), 'value')}: a row has one value "
+                "per rank"
+            )
     return tuple(
         tuple(within if source == target else check(f"{name}[{source}][{target}]", item) for target, item in enumerate(row))
         for source, row in enumerate(rows)

@@ -15,6 +15,7 @@ from typing import Any
 from penstock.errors import FileFormatError, nearest
 
 SUFFIXES = (".json", ".toml")
+_TOO_DEEP = "its lists or tables are nested too deeply"
 
 
 def read_text(path: str | PathLike[str], what: str) -> str:
@@ -36,7 +37,9 @@ def parse_json(text: str | bytes, file: str, what: str = "JSON file", *, strict:
     try:
         return json.loads(text, parse_constant=_refuse_constant if strict else None)
     except (ValueError, RecursionError) as error:
-        reason = error if text.strip() else "it is empty"
+        reason: object = error if text.strip() else "it is empty"
+        if isinstance(error, RecursionError):
+            reason = _TOO_DEEP
         raise FileFormatError(file, f"not a {what}: {reason}") from None
 
 
@@ -55,8 +58,9 @@ def parse_toml(text: str, file: str) -> Any:
     """Parse TOML from a file."""
     try:
         return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise FileFormatError(file, f"not a TOML file: {error}") from None
+    except (ValueError, RecursionError) as error:  # integers of too many digits are a plain ValueError
+        reason = _TOO_DEEP if isinstance(error, RecursionError) else error
+        raise FileFormatError(file, f"not a TOML file: {reason}") from None
 
 
 def suffix_of(path: str | PathLike[str]) -> str:

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
 
 from penstock.errors import CostsError, PlanError, ScheduleError, nearest
-from penstock.ir.costs import Costs
+from penstock.ir.codes import MAX_MICROBATCHES
+from penstock.ir.costs import Costs, check_costs
 from penstock.ir.kind import Kind
-from penstock.ir.rows import Floats, Ints
+from penstock.ir.rows import Floats
 from penstock.ir.schedule import Schedule
-from penstock.passes.lower import lower
+from penstock.planner.batches.batch_costs import BatchCosts
+from penstock.planner.batches.flat_schedule import TIMES, FlatSchedule
 from penstock.planner.batches.lengths import LengthCosts, MicrobatchLengths, read_lengths
 from penstock.planner.batches.packing import Packing, pack
 from penstock.planner.bounds.lower_bound import Bound, check_bound, lower_bound
 from penstock.planner.named_schedules import list_named_schedules, one_at_a_time
-from penstock.planner.order_search.evaluator import Evaluator
-from penstock.planner.order_search.flat_problem import Flags, FlatProblem, flatten, read_order, replace_full_backwards
-from penstock.planner.order_search.permutations import PermutationState
+from penstock.planner.order_search.evaluator import Loops, get_loops
+from penstock.planner.order_search.permutations import BatchColumns, Scratch, Steps
 from penstock.planner.plan import Plan
-from penstock.planner.problem import Problem
+from penstock.planner.problem import SLACK, Problem
 from penstock.planner.request import Limit, check_limits
 from penstock.schedules.registry import algorithm, algorithms, parse_name
-from penstock.simulator.simulate import retime, simulate
 from penstock.simulator.timeline import Timeline
 from penstock.text.numbers import format_count
 from penstock.text.options import split_options
@@ -40,61 +40,47 @@ Batch = TypeVar("Batch")
 Skips = Mapping[int, Collection[int]]
 """By microbatch, the stages that it skips."""
 
-TRIES = 800
-"""Changes of the order that are tried per batch by default, up to `CELLS`."""
-CELLS = 512
-"""Stages times microbatches, such as 8 x 64; for more of them, so many fewer changes are tried that the search takes as long."""
+TRIES = 3200
+"""The most changes of the order that are tried per batch by default."""
+WORK = 3_000_000
+"""How much is timed per batch by default, in the unit of `Scratch.spent`: up to about 12 ms."""
+_LEAST_WORK = 600_000
+"""How much of it at least goes into changes of the order: less is left if there are many actions, because every schedule is timed."""
 _STARTS = 3
 """The best orders to begin with that are improved."""
 _CHOSEN = 4
 """The same together with orders over a memory limit, which are changed until they fit, if that is possible."""
 _ON_BEST = 0.4
 """Share of the tries for the best of them after all were improved; the others are shared evenly."""
-_ROUNDS = 2
-"""How often more memory is reserved for received messages when an improved order exceeds a limit."""
 _BETTER = 1e-9
 """An objective counts as better from this relative difference on."""
 _SEED = 1
 
 
 @dataclass(frozen=True, eq=False)
-class _LoweredSchedule:
-    """A schedule that a batch may run under, lowered and laid flat once."""
-
-    schedule: Schedule
-    timeline: Timeline
-    nodes: Ints
-    full: Flags
-    """Its order as `flat_problem` has it, and which cells have a full backward."""
-
-    @classmethod
-    def build(cls, schedule: Schedule, problem: Problem) -> _LoweredSchedule:
-        return cls(schedule, simulate(lower(schedule), problem.costs), *read_order(flatten(problem), schedule))
-
-
-@dataclass(frozen=True, eq=False)
 class TimedOrder:
     """A schedule with the microbatches in some order, timed."""
 
-    lowered: _LoweredSchedule
+    flat: FlatSchedule
     microbatches: tuple[int, ...]
-    timeline: Timeline
-    problem: Problem
+    objective: float
+    search: BatchSearch = field(repr=False)
     order: str = ""
     """`fixed`, `ascending`, `descending` or `pyramid`, see `BatchPlanner.order`; empty for an order that the search has improved."""
 
     @property
     def schedule(self) -> str:
-        return self.lowered.schedule.name
+        return self.flat.schedule.name
 
     @cached_property
-    def objective(self) -> float:
-        return self.problem.objective(self.timeline)
+    def excess(self) -> float:
+        """How much memory it needs beyond the limits, on all ranks together."""
+        return self.search.find_excess(self.flat, self.microbatches)
 
-    @cached_property
+    @property
     def fits(self) -> bool:
         """Whether it stays within the memory limit."""
-        return self.problem.fits(self.timeline)
+        return self.excess == 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,22 +91,30 @@ class BatchOrder:
     """
 
     microbatches: tuple[int, ...]
-    schedule: Schedule
-    predicted: Timeline
-    """When every action runs, and what each rank holds."""
-    problem: Problem
-    """The costs and limits of the batch."""
+    objective: float
+    """The minimised time: the makespan, or the longest rank span without a barrier."""
     tried: tuple[TimedOrder, ...] = field(repr=False)
     """The orders that the search began with: the result is not worse than any of them that fits."""
+    costs: BatchCosts = field(repr=False)
+    flat: FlatSchedule = field(repr=False)
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.flat.schedule
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The costs and limits of the batch."""
+        return self.costs.place(self.microbatches)
+
+    @cached_property
+    def predicted(self) -> Timeline:
+        """When every action runs, and what each rank holds."""
+        return self.flat.time(self.problem.costs)
 
     @property
     def makespan(self) -> float:
-        return self.predicted.makespan
-
-    @cached_property
-    def objective(self) -> float:
-        """The minimised time: the makespan, or the longest rank span without a barrier."""
-        return self.problem.objective(self.predicted)
+        return self.objective if self.costs.problem.barrier else self.predicted.makespan
 
     @cached_property
     def _bound(self) -> Bound:
@@ -162,8 +156,8 @@ class BatchPlanner:
     - `schedules`: names of schedules with the same placement to choose from, besides the source's own; all by default, none for `()`;
     - `memory_limit`: one size, or one per rank, parameters included; defaults to the plan's;
     - `split`: whether backwards may be split, for a schedule that splits none itself; a plan says so itself;
-    - `tries`: how many changes of the order are tried per batch; by default 800, and fewer for more than 512 stages times microbatches.
-      The result depends on the arguments alone, never on a clock, so every rank gets the same.
+    - `tries`: how many changes of the order are tried per batch; by default up to 3200, and fewer the more actions there are, so that
+      planning takes about as long for any size. The result depends on the arguments alone, never on a clock, so every rank gets the same.
 
     Building one compiles the search if numba is installed, and times every schedule once.
     """
@@ -191,15 +185,16 @@ class BatchPlanner:
         self.samples = check_count("samples", samples, error=ScheduleError)
         self.tries = None if tries is None else check_count("tries", tries, 0, error=ScheduleError)
         self.lengths = self._read_shares(sequence, quadratic)
+        if isinstance(schedules, str):
+            raise ScheduleError(f"schedules must be a list of names, got {schedules!r}: give [{schedules!r}]")
         self.names = None if schedules is None else tuple(map(self._check_name, schedules))
-        self._lowered: dict[int, list[_LoweredSchedule]] = {}
-        self._fallbacks: dict[int, _LoweredSchedule] = {}
+        self._loops = get_loops()
+        self._schedules: dict[int, list[FlatSchedule]] = {}
+        self._fallbacks: dict[int, FlatSchedule] = {}
         self._lock = threading.Lock()
-        """Held while a batch is planned, because the scratch columns of the loops are shared."""
-        count = self.schedule.microbatches
-        _BatchSearch(
-            replace(self.problem, memory_limit=None), self._list_lowered(count), self._build_slowest, 1
-        ).run()  # compiles the loops
+        """Held while a batch is planned, because schedules are built only once."""
+        unlimited = BatchCosts.read(replace(self.problem, memory_limit=None))
+        self._search(unlimited, 1)  # compiles the loops
 
     def _read_shares(self, sequence: int, quadratic: float | Sequence[float]) -> tuple[LengthCosts, ...]:
         """How the time of each stage depends on lengths."""
@@ -211,6 +206,8 @@ class BatchPlanner:
 
     def _check_name(self, text: str) -> str:
         """The registered name of a schedule that the placement can have."""
+        if not isinstance(text, str):
+            raise ScheduleError(f"schedules must be a list of names, with {text!r} in it")
         placement, count = self.problem.placement, self.schedule.microbatches
         known = [schedule.name for schedule in self._list_named(count)]
         registered = algorithms().find(split_options(text)[0])
@@ -242,27 +239,23 @@ class BatchPlanner:
         Times follow `LengthCosts`; activations, stashes and messages grow with the number of tokens. A stage that a microbatch skips takes
         no time and holds nothing, and a message between two such stages is empty; only its latency remains.
         """
-        microbatches, base, stages = read_lengths(lengths), self.problem.costs, self.problem.stages
-        runs = np.ones((stages, len(microbatches)))
-        for microbatch, skipped in (skips or {}).items():
-            for stage in skipped:
-                if microbatch not in range(len(microbatches)) or stage not in range(stages):
-                    raise CostsError(
-                        f"skips says that microbatch {microbatch} skips stage {stage}, but there are {len(microbatches)} microbatches and "
-                        f"{stages} stages, numbered from 0"
-                    )
-                runs[stage, microbatch] = 0.0
+        return self._tabulate(read_lengths(lengths), skips).build()
+
+    def _tabulate(self, microbatches: list[tuple[int, ...]], skips: Skips | None) -> BatchCosts:
+        base, stages = self.problem.costs, self.problem.stages
+        runs = _read_skips(skips, stages, len(microbatches))
         rows = {model: [model.of(samples) / self.samples for samples in microbatches] for model in set(self.lengths)}
         time = np.array([rows[model] for model in self.lengths])
         size = np.array([sum(samples) / (self.samples * self.lengths[0].sequence) for samples in microbatches])
-        factors = dict.fromkeys(("f", "i", "w", "b"), time * runs) | dict.fromkeys(("activation", "weight_stash"), size * runs)
+        factors = dict.fromkeys(TIMES, time * runs) | dict.fromkeys(("activation", "weight_stash", "kept"), size * runs)
         passed = np.vstack([np.maximum(runs[:-1], runs[1:]), runs[-1:]])
-        tables = {
-            name: np.array(base.per_stage(name, stages))[:, None] * factor
-            for name, factor in (factors | {"output": size * passed}).items()
-            if getattr(base, name) is not None
-        }
-        return replace(base, **tables)
+        with np.errstate(over="ignore"):  # refused below
+            tables = {
+                name: np.array(base.per_stage(name, stages))[:, None] * factor
+                for name, factor in (factors | {"output": size * passed}).items()
+                if getattr(base, name) is not None
+            }
+        return BatchCosts(replace(self.problem, microbatches=len(microbatches)), tables)
 
     def order(self, lengths: Sequence[MicrobatchLengths], *, skips: Skips | None = None) -> BatchOrder:
         """Order a batch's microbatches and choose the schedule.
@@ -272,15 +265,17 @@ class BatchPlanner:
         (`pyramid`), under every schedule. The simulator times all of them; the best that fit the memory are improved by exchanging and
         moving microbatches. Raises `PlanError` if nothing fits.
         """
-        microbatches = read_lengths(lengths)
-        return self.order_by_costs(self.costs(microbatches, skips), len(microbatches))
+        return self._search(self._tabulate(read_lengths(lengths), skips), self.tries)
 
     def order_by_costs(self, costs: Costs, microbatches: int) -> BatchOrder:
         """The same for times and sizes that you know: `costs` with one value per stage and microbatch."""
+        count = check_count("microbatches", microbatches, most=MAX_MICROBATCHES)
+        return self._search(BatchCosts.read(replace(self.problem, costs=check_costs(costs), microbatches=count)), self.tries)
+
+    def _search(self, costs: BatchCosts, tries: int | None) -> BatchOrder:
         with self._lock:
-            problem = replace(self.problem, costs=costs, microbatches=microbatches)
-            tries = min(TRIES, TRIES * CELLS // problem.cells) if self.tries is None else self.tries
-            return _BatchSearch(problem, self._list_lowered(microbatches), self._build_slowest, tries).run()
+            schedules = self._list_schedules(costs.problem.microbatches)
+            return BatchSearch(costs, schedules, self._build_slowest, tries, self._loops).run()
 
     def ahead(
         self, batches: Iterable[Batch], lengths: Callable[[Batch], Any], skips: Callable[[Batch], Skips | None] | None = None
@@ -289,6 +284,9 @@ class BatchPlanner:
 
         `lengths(batch)` and `skips(batch)` return what `order` takes. One batch more than the caller has seen is read from `batches`.
         """
+        for name, read in (("lengths", lengths), ("skips", skips)):
+            if not callable(read) and (name, read) != ("skips", None):
+                raise CostsError(f"{name} of ahead must be a function of a batch, got {read!r}")
         with ThreadPoolExecutor(1, thread_name_prefix="penstock-batches") as pool:
             waiting: tuple[Batch, Future[BatchOrder]] | None = None
             for batch in batches:
@@ -310,30 +308,28 @@ class BatchPlanner:
 
         return sorted(list_named_schedules(replace(self.problem, microbatches=microbatches)), key=has_options)
 
-    def _list_lowered(self, microbatches: int) -> list[_LoweredSchedule]:
+    def _list_schedules(self, microbatches: int) -> list[FlatSchedule]:
         """The schedules for that many microbatches: the source's own first, and no order twice. They are built for the source's costs."""
-        known = self._lowered.get(microbatches)
+        known = self._schedules.get(microbatches)
         if known is None:
-            problem = replace(self.problem, microbatches=microbatches)
             named = [] if self.names == () else self._list_named(microbatches)
             chosen = [schedule for schedule in named if self.names is None or schedule.name in self.names]
             known = []
             for schedule in (*self._remake(microbatches), *chosen):
                 if all(schedule != other.schedule for other in known):
-                    known.append(_LoweredSchedule.build(schedule, problem))
+                    known.append(FlatSchedule.build(schedule))
             if not known:
                 raise ScheduleError(
                     f"no schedule for {microbatches} microbatches: {self.schedule.name or 'the schedule'} is fixed to "
                     f"{self.schedule.microbatches}, and none of the named ones that may be chosen has its placement"
                 )
-            self._lowered[microbatches] = known
+            self._schedules[microbatches] = known
         return known
 
-    def _build_slowest(self, microbatches: int) -> _LoweredSchedule:
+    def _build_slowest(self, microbatches: int) -> FlatSchedule:
         """One microbatch after the other, if nothing else fits: no schedule holds less."""
         if microbatches not in self._fallbacks:
-            problem = replace(self.problem, microbatches=microbatches)
-            self._fallbacks[microbatches] = _LoweredSchedule.build(one_at_a_time(problem.placement, microbatches), problem)
+            self._fallbacks[microbatches] = FlatSchedule.build(one_at_a_time(self.problem.placement, microbatches))
         return self._fallbacks[microbatches]
 
     def _remake(self, microbatches: int) -> list[Schedule]:
@@ -359,134 +355,184 @@ def _read_source(source: Any, costs: Costs | None, split: bool) -> tuple[Problem
     if not schedule.training or schedule.slices > 1:
         reason = "cuts sequences into slices" if schedule.slices > 1 else "has no backward"
         raise ScheduleError(f"{schedule.name or 'the schedule'} {reason}: batches are planned for schedules that train whole microbatches")
+    if schedule.spread_stages or problem.is_spread:
+        raise ScheduleError(
+            f"{schedule.name or 'the schedule'} spreads the vocabulary over the ranks, for which no batches are planned: give a plan "
+            "made without vocabulary=True"
+        )
     for name in problem.costs.differing:
         raise CostsError(f"{name} has one value per microbatch: give costs per stage, for microbatches of `sequence` tokens")
     return problem, schedule
 
 
-class _BatchSearch:
+def _read_skips(skips: Any, stages: int, microbatches: int) -> Floats:
+    """1.0 for every stage and microbatch that runs, 0.0 for those that are skipped."""
+    runs = np.ones((stages, microbatches))
+    if skips is not None and not isinstance(skips, Mapping):
+        raise CostsError(f"skips must be a dictionary with the stages that each microbatch skips, like {{0: (0, 1)}}, got {skips!r}")
+    for microbatch, skipped in (skips or {}).items():
+        if isinstance(skipped, str) or not isinstance(skipped, Iterable):
+            raise CostsError(f"skips[{microbatch!r}] must be a list of stages, like (0, 1), got {skipped!r}")
+        for stage in skipped:
+            if microbatch not in range(microbatches) or stage not in range(stages):
+                raise CostsError(
+                    f"skips says that microbatch {microbatch} skips stage {stage}, but there are {microbatches} microbatches and "
+                    f"{stages} stages, numbered from 0"
+                )
+            runs[int(stage), int(microbatch)] = 0.0
+    return runs
+
+
+class BatchSearch:
     """The best order of one batch."""
 
     def __init__(
-        self, problem: Problem, schedules: list[_LoweredSchedule], find_slowest: Callable[[int], _LoweredSchedule], tries: int
+        self,
+        costs: BatchCosts,
+        schedules: list[FlatSchedule],
+        find_slowest: Callable[[int], FlatSchedule],
+        tries: int | None,
+        loops: Loops,
     ) -> None:
-        self.problem, self.schedules, self.find_slowest, self.tries = problem, schedules, find_slowest, tries
-        self.reserve = np.zeros(problem.ranks)
-        """Memory to leave free on each rank for received messages."""
-        self.evaluator = Evaluator(flatten(problem))
-        self.random = self.evaluator.seed(_SEED)
-        self.flats: dict[int, FlatProblem] = {}
-        """The problem with each schedule's full backwards, by its id."""
+        self.costs, self.schedules, self.find_slowest = costs, schedules, find_slowest
+        self.problem, self.limited = costs.problem, costs.problem.memory_limit is not None
+        self.exact = self.problem.costs.contention == "independent"
+        """Whether the loops know when messages travel; if senders share links, the simulator does."""
+        self.tries = tries
+        self.loops = loops
+        self.random = self._as_column(np.array([1 + _SEED], dtype=np.int64))
+        self.columns: dict[int, tuple[Steps, BatchColumns, Scratch]] = {}
+        """What the loops read and write of each schedule, by its id."""
+        self.built: dict[tuple[int, ...], Costs] = {}
+        """The costs of each order that the simulator has timed."""
+        limits, held = np.array(self.problem.limits), np.array(self.problem.static_memory)
+        self.batch = BatchColumns(
+            times=self._as_column(costs.times),
+            travels=None,
+            sizes=self._as_column(costs.sizes),
+            limit=self._as_column(np.where(np.isinf(limits), limits, limits * (1 + SLACK)) - held),
+            closing=self._as_column(self.problem.costs.per_rank("optimizer", self.problem.placement)),
+            reduce=self._as_column(np.array(self.problem.costs.per_stage("reduce", self.problem.stages))),
+            is_span=not self.problem.barrier,
+        )
+
+    def _as_column(self, values: Any) -> Any:
+        """An array, or a list for the plain loops."""
+        return values if self.loops.compiled else values.tolist()
+
+    def _find_columns(self, flat: FlatSchedule) -> tuple[Steps, BatchColumns, Scratch]:
+        if id(flat) not in self.columns:
+            steps, scratch = flat.make_columns(self.loops.compiled)
+            batch = self.batch._replace(travels=self._as_column(self.costs.find_travels(flat.messages)))
+            self.columns[id(flat)] = steps, batch, scratch
+        return self.columns[id(flat)]
+
+    def find_excess(self, flat: FlatSchedule, order: tuple[int, ...]) -> float:
+        """How much memory an order needs beyond the limits, on all ranks together."""
+        if not self.limited:
+            return 0.0
+        steps, batch, scratch = self._find_columns(flat)
+        return float(self.loops.find_excess(steps, batch, self._as_column(np.array(order)), scratch, math.inf))
+
+    def count_work(self) -> int:
+        """The work done so far, in the unit of `Scratch.spent`."""
+        return sum(int(scratch.spent[0]) for _, _, scratch in self.columns.values())
+
+    # Search -----------------------------------------------------------------------------------------------------------
 
     def run(self) -> BatchOrder:
         orders = self._list_orders()
-        starts = self._time_all(self.schedules, orders)
+        starts = self.time_all(self.schedules, orders)
         best = self._improve(starts)
         if best is None:
-            starts += self._time_all([self.find_slowest(self.problem.microbatches)], orders)
+            starts += self.time_all([self.find_slowest(self.problem.microbatches)], orders)
             best = self._improve(starts[-len(orders) :])
         if best is None:
             raise self._make_excess_error(starts)
-        problem = replace(self.problem, costs=best.timeline.costs)
-        return BatchOrder(best.microbatches, best.lowered.schedule, best.timeline, problem, tuple(starts))
-
-    def _time_all(self, schedules: list[_LoweredSchedule], orders: dict[str, tuple[int, ...]]) -> list[TimedOrder]:
-        """Time every schedule with every order."""
-        starts: list[TimedOrder] = []
-        for name, order in orders.items():
-            costs = self.problem.costs.permuted(order)
-            starts += [TimedOrder(lowered, order, retime(lowered.timeline, costs), self.problem, name) for lowered in schedules]
-        return starts
-
-    def _pick_fitting(self, starts: list[TimedOrder], excesses: Mapping[int, float]) -> list[TimedOrder]:
-        """The fastest that fit; among equals the fixed order and the source's own schedule are first."""
-        ranked = sorted(starts, key=lambda start: start.objective)
-        fitting = (start for start in ranked if not excesses.get(id(start)) and self._find_excess_per_rank(start) is None)
-        return list(islice(fitting, _STARTS))
-
-    def _pick_repairable(self, starts: list[TimedOrder], excesses: Mapping[int, float], best: float) -> list[TimedOrder]:
-        """The starts that are faster than the best, those least over the memory limits first: with another order they may fit."""
-        over = [start for start in starts if excesses.get(id(start)) and start.objective < best]
-        return sorted(over, key=lambda start: excesses[id(start)])
-
-    def _find_excess(self, start: TimedOrder) -> float:
-        """How much activations and stashes alone exceed the limits, which is quicker than all memory of a timeline."""
-        over = self._find_peaks(start) - self.evaluator.flat.limit
-        return float(over[over > _BETTER * np.abs(self.problem.limits)].sum())
-
-    def _find_peaks(self, start: TimedOrder) -> Floats:
-        """The most activations and stashes on each rank."""
-        lowered = start.lowered
-        if id(lowered) not in self.flats:
-            self.flats[id(lowered)] = replace_full_backwards(self.evaluator.flat, lowered.full)
-        flat, nodes = self.flats[id(lowered)], lowered.nodes
-        takes, keeps = (table.reshape(-1, flat.microbatches)[:, start.microbatches].ravel()[nodes] for table in (flat.takes, flat.keeps))
-        after = np.cumsum(takes + keeps)  # over all ranks: each ends with nothing
-        return np.asarray(np.maximum.reduceat(np.maximum(after, after - keeps), flat.bounds[:-1]))
+        return BatchOrder(best.microbatches, best.objective, tuple(starts), self.costs, best.flat)
 
     def _list_orders(self) -> dict[str, tuple[int, ...]]:
         """The orders to begin with, by the time that each microbatch takes on all stages."""
-        shape = self.problem.stages, self.problem.microbatches
-        time = sum(self.problem.costs.table(name, *shape) for name in ("f", "b"))
-        totals = [math.fsum(column) for column in np.asarray(time).T.tolist()]
+        times = self.costs.times.reshape(-1, self.problem.microbatches)
+        f, _, _, b, *_ = np.split(times[: 4 * self.problem.stages], 4)
+        totals = [math.fsum(column) for column in (f + b).T.tolist()]
         ascending = sorted(range(len(totals)), key=totals.__getitem__)
         pyramid = ascending[::2] + ascending[1::2][::-1]
         orders = {"fixed": range(len(totals)), "ascending": ascending, "descending": ascending[::-1], "pyramid": pyramid}
         return {name: tuple(order) for name, order in orders.items()}
 
-    def _find_excess_per_rank(self, timed: TimedOrder) -> Any:
-        """The memory of each rank over its limit; None if it fits."""
-        if timed.fits:
-            return None
-        return np.maximum(0.0, np.array(timed.timeline.peak_memory) - np.array(self.problem.limits))
+    def time_all(self, schedules: list[FlatSchedule], orders: dict[str, tuple[int, ...]]) -> list[TimedOrder]:
+        """Time every schedule with every order."""
+        columns = self._as_column(np.array(list(orders.values())))
+        times = {id(flat): self._time_orders(flat, orders, columns) for flat in schedules}
+        named = enumerate(orders.items())
+        return [TimedOrder(flat, order, times[id(flat)][k], self, name) for k, (name, order) in named for flat in schedules]
+
+    def _time_orders(self, flat: FlatSchedule, orders: dict[str, tuple[int, ...]], columns: Any) -> list[float]:
+        if not self.exact:
+            return [self._simulate(flat, order) for order in orders.values()]
+        steps, batch, scratch = self._find_columns(flat)
+        objectives = self._as_column(np.zeros(len(orders)))
+        self.loops.time_permutations(steps, batch, columns, scratch, objectives)
+        return list(map(float, objectives))
+
+    def _simulate(self, flat: FlatSchedule, order: tuple[int, ...]) -> float:
+        if order not in self.built:
+            self.built[order] = self.costs.build(order)
+        return self.problem.objective(flat.time(self.built[order]))
 
     def _improve(self, starts: list[TimedOrder]) -> TimedOrder | None:
         """Improve the best starts, then the best of the results again; None if nothing fits."""
-        excesses = {id(start): self._find_excess(start) for start in starts} if self.problem.memory_limit is not None else {}
-        fitting = self._pick_fitting(starts, excesses)
+        fitting, over = self._pick(starts)
         best = fitting[0] if fitting else None
-        if best is not None and excesses:
-            held = np.array(best.timeline.peak_memory) - np.array(self.problem.static_memory)
-            self.reserve = np.maximum(0.0, held - self._find_peaks(best))
-        chosen = [*fitting, *self._pick_repairable(starts, excesses, math.inf if best is None else best.objective)][:_CHOSEN]
-        tries = int(self.tries * (1 - _ON_BEST)) // max(len(chosen), 1)
+        chosen = [*fitting, *over][:_CHOSEN]
+        if self.tries is None:
+            tries, work = TRIES, max(WORK - self.count_work(), _LEAST_WORK)
+        else:
+            tries, work = self.tries, sys.maxsize
+        share = (1 - _ON_BEST) / max(len(chosen), 1)
         for start in chosen:
-            best = self._climb(start, tries, best)
-        return best and self._climb(best, self.tries - tries * len(chosen), best)
+            best = _choose(best, self.climb(start, int(share * tries), int(share * work)))
+        return best and _choose(best, self.climb(best, int(_ON_BEST * tries), int(_ON_BEST * work)))
 
-    def _climb(self, start: TimedOrder, tries: int, best: TimedOrder | None) -> TimedOrder | None:
-        """Improve one order; returns the best so far if the result is not better or does not fit."""
-        limited = self.problem.memory_limit is not None
-        evaluator, lowered, order = self.evaluator, start.lowered, start.microbatches
-        base = evaluator.copy_flat(lowered.full)
-        columns = base.duration, base.travel, base.takes, base.keeps
-        for count in (tries, *([tries // _ROUNDS] * _ROUNDS if limited else ())):
-            limit, travel = evaluator.flat.limit - self.reserve, evaluator.flat.travel.copy()
-            flat = evaluator.copy_flat(lowered.full)._replace(limit=evaluator.as_column(limit), travel=evaluator.as_column(travel))
-            at = evaluator.as_column(np.array(order, dtype=np.int64))
-            state = PermutationState(evaluator.as_column(lowered.nodes), at, *columns, self.random)
-            _, over = evaluator.loops.search_permutations(flat, state, evaluator.clock, count, limited)
-            if over > self.reserve.sum():
-                return best
-            order = tuple(int(microbatch) for microbatch in at)
-            improved = TimedOrder(lowered, order, retime(lowered.timeline, self.problem.costs.permuted(order)), self.problem)
-            if best is not None and improved.objective >= best.objective * (1 - _BETTER):
-                return best
-            excess = self._find_excess_per_rank(improved)
-            if excess is None:
-                return improved
-            self.reserve = self.reserve + excess
-        return best
+    def _pick(self, starts: list[TimedOrder]) -> tuple[list[TimedOrder], list[TimedOrder]]:
+        """The fastest that fit, and all that are over the memory limits and faster, those least over first: in another order they may fit.
+
+        Among equals the fixed order and the source's own schedule are first.
+        """
+        fitting: list[TimedOrder] = []
+        over: list[TimedOrder] = []
+        for start in sorted(starts, key=lambda start: start.objective):
+            if start.fits:
+                fitting.append(start)
+            elif not fitting:
+                over.append(start)
+            if len(fitting) == _STARTS:
+                break
+        return fitting, sorted(over, key=lambda start: start.excess)
+
+    def climb(self, start: TimedOrder, tries: int, work: int) -> TimedOrder:
+        """Improve one order by so many changes, or as many as this work allows."""
+        steps, batch, scratch = self._find_columns(start.flat)
+        at = self._as_column(np.array(start.microbatches))
+        objective, _ = self.loops.search_permutations(steps, batch, at, scratch, self.random, tries, work, self.limited)
+        order = tuple(map(int, at))
+        return TimedOrder(start.flat, order, float(objective) if self.exact else self._simulate(start.flat, order), self)
 
     def _make_excess_error(self, starts: list[TimedOrder]) -> PlanError:
         """Of all orders, the one that is least over a limit."""
-        peaks = [(max(self._find_excess_per_rank(start)), start) for start in starts]
-        over, nearest_fit = min(peaks, key=lambda pair: pair[0])
-        held, limits = nearest_fit.timeline.peak_memory, self.problem.limits
-        rank = max(range(len(held)), key=lambda rank: held[rank] - limits[rank])
-        where = f"rank {rank} holds {held[rank]:g} of at most {limits[rank]:g}, {over:g} too much"
+        limits = np.array(self.problem.limits)
+        peaks = [np.array(start.flat.time(self.costs.build(start.microbatches)).peak_memory) for start in starts]
+        held, nearest_fit = min(zip(peaks, starts, strict=True), key=lambda pair: float((pair[0] - limits).max()))
+        rank = int(np.argmax(held - limits))
+        where = f"rank {rank} holds {held[rank]:g} of at most {limits[rank]:g}, {held[rank] - limits[rank]:g} too much"
         return PlanError(
             f"no order of these {self.problem.microbatches} microbatches fits the memory limit. With the nearest, "
             f"{nearest_fit.order} under {nearest_fit.schedule}, {where}: make the largest microbatches smaller (a "
             "lower capacity when packing), or raise the limit"
         )
+
+
+def _choose(best: TimedOrder | None, other: TimedOrder) -> TimedOrder | None:
+    """The other order if it fits and is better."""
+    return other if other.fits and (best is None or other.objective < best.objective * (1 - _BETTER)) else best

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import CostsError
 from penstock.text.units import check_number
+
+LONGEST = 1 << 40
+"""The most tokens of a sample: far more than any has, and few enough for the numbers to stay exact."""
 
 MicrobatchLengths = int | Sequence[int]
 """The tokens of one sample, or of each sample that is packed into a microbatch."""
@@ -41,13 +44,15 @@ class LengthCosts:
 
 
 def check_length(value: Any, name: str) -> int:
-    """Return a number of tokens as an `int`; refuse anything but a whole number of at least 1."""
+    """Return a number of tokens as an `int`; refuse anything but a whole number from 1 to `LONGEST`."""
     try:
         length = int(value)
     except (TypeError, ValueError, OverflowError):
         length = 0
     if isinstance(value, bool) or length != value or length < 1:
         raise CostsError(f"{name} must be a whole number of tokens, at least 1, got {value!r}")
+    if length > LONGEST:
+        raise CostsError(f"{name} must be a number of tokens up to {LONGEST}, got one of {len(str(length))} digits")
     return length
 
 
@@ -71,6 +76,6 @@ def _read_microbatch(value: Any, name: str) -> tuple[int, ...]:
 def _as_list(value: Any, name: str) -> list[Any]:
     """A sequence, array or tensor as a list."""
     listed = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(listed, (str, bytes)) or not hasattr(listed, "__len__"):
+    if isinstance(listed, (str, bytes, Mapping, Set)) or not hasattr(listed, "__len__"):
         raise CostsError(f"{name} must be a sequence, got {type(value).__name__}")
     return list(listed)

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice, takewhile
 
 import numpy as np
 
@@ -91,7 +92,7 @@ class JointRows:
         """Orders of single actions below these limits; what received messages took too much in one is reserved in the next."""
         room = limits * (1 + SLACK) - self.costs.per_rank("parameters", self.placement)
         for attempt in range(_ROUNDS):
-            schedule = placed.merge(defer=defer, room=room)
+            schedule = placed.merge(defer=defer, room=room) or placed.merge(defer=defer, room=room, in_turn=True)
             if schedule is None:
                 return
             timeline = time_table(lower_joint(schedule), self.costs)
@@ -142,16 +143,17 @@ class _PlacedRows:
     row: Ints
     """The row that each entry is from; rows keep their order."""
 
-    def merge(self, *, defer: bool, room: Floats | None = None) -> Schedule | None:
+    def merge(self, *, defer: bool, room: Floats | None = None, in_turn: bool = False) -> Schedule | None:
         """A schedule of all actions; None if the ranks wait for each other within their memory.
 
         Each rank runs, of the rows that it has, the first action whose data is there and that began first before the loss. With `defer`,
         weight gradients wait for gaps, within the activations that the merged rows hold at most without that. With `room`, the memory of
         each rank for activations, rows fall apart: the forwards and the backwards of a stage keep their order, and a forward runs only if
-        the oldest microbatch can still be finished.
+        the oldest microbatch can still be finished. `in_turn`, each stage runs its microbatches by their numbers, and a forward runs only
+        if all microbatches before it can be finished one after the other: ranks never wait for each other then, but the step is longer.
         """
         apart = room is not None
-        run = _Merging(self, apart=apart, defer=defer, room=self._count_cells() if room is None else room.tolist())
+        run = _Merging(self, apart=apart, defer=defer, room=self._count_cells() if room is None else room.tolist(), in_turn=in_turn)
         order = run.run()
         if order is None:
             return None
@@ -175,10 +177,10 @@ class _PlacedRows:
 class _Merging:
     """Runs the placed rows, each rank choosing what to run next when it is free."""
 
-    def __init__(self, placed: _PlacedRows, *, apart: bool, defer: bool, room: list[float]) -> None:
+    def __init__(self, placed: _PlacedRows, *, apart: bool, defer: bool, room: list[float], in_turn: bool) -> None:
         table, rows = placed.schedule, placed.schedule.rows
         group = np.arange(len(rows.codes)) if apart else rows.group
-        self.apart, self.room = apart, room
+        self.apart, self.room, self.in_turn = apart, room, in_turn
         heads = np.concatenate(([True], group[1:] != group[:-1]))
         self.nodes = [list(map(int, part)) for part in np.split(np.arange(len(group)), np.flatnonzero(heads)[1:])]
         """The entries of each node."""
@@ -199,7 +201,7 @@ class _Merging:
         self.deferred = (rows.is_kind(Kind.W)[heads] & (size == 1) & (defer or apart)).tolist()
         self._set_memory(placed, group, count)
         self._link(placed, group, count)
-        key = placed.row * table.stages * 2 + (stage * 2 + is_forward if apart else 0)
+        key = placed.row * (0 if in_turn else 2 * table.stages) + (stage * 2 + is_forward if apart else 0)
         self.queues: list[list[deque[int]]] = [[] for _ in range(table.ranks)]
         self.pool: list[deque[int]] = [deque() for _ in range(table.ranks)]
         self._fill_queues(key[heads].tolist())
@@ -251,7 +253,8 @@ class _Merging:
 
     def _fill_queues(self, keys: list[int]) -> None:
         by_key: dict[tuple[int, int], deque[int]] = {}
-        for node, key in enumerate(keys):
+        nodes = sorted(range(len(keys)), key=self.microbatch.__getitem__) if self.in_turn else range(len(keys))
+        for node, key in ((node, keys[node]) for node in nodes):
             if not self.deferred[node]:
                 rank = self.rank[node]
                 if (rank, key) not in by_key:
@@ -316,8 +319,8 @@ class _Merging:
         """Whether a forward may run: weight gradients that wait should go first, and the oldest microbatch must still fit afterwards."""
         if not self.apart:
             return held + self.begins[node] <= self.room[rank] or not self.pool[rank]
-        oldest = self.oldest[rank][-1]
-        needed = self.unfinished[rank][oldest] if oldest != self.microbatch[node] else 0.0
+        before = takewhile(lambda unit: unit != self.microbatch[node], reversed(self.oldest[rank]))
+        needed = max((self.unfinished[rank][unit] for unit in (before if self.in_turn else islice(before, 1))), default=0.0)
         return held + self.begins[node] + needed <= self.room[rank]
 
     def _note_run(self, rank: int, node: int) -> None:

@@ -87,7 +87,8 @@ class Survivors:
     def place(self, placement: Placement, microbatches: int) -> Placement:
         """The joint placement: microbatch k x replicas + d runs where microbatch k of replica d did, or on the peers of lost ranks."""
         check_pipeline(placement, self.pipeline)
-        period = min(math.lcm(self.find_period(microbatches), len(placement.copies)), microbatches)
+        # Every copy of a stage keeps its place, also if there are fewer microbatches than copies.
+        period = min(math.lcm(self.find_period(microbatches), len(placement.copies)), max(microbatches, len(placement.copies)))
         copies = [
             [self.find_taker((holder, replica), k) for holder in placement.copies[k % len(placement.copies)]]
             for k in range(period)

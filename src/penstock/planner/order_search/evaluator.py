@@ -30,6 +30,8 @@ class Loops(NamedTuple):
     dispatch: Loop
     anneal: Loop
     search_pattern: Loop
+    time_permutations: Loop
+    find_excess: Loop
     search_permutations: Loop
     compiled: bool
 

@@ -230,7 +230,7 @@ def assign_chain(tables: Sequence[Floats], counts: Sequence[int]) -> tuple[float
 
 def find_orders(scores: OrderScores, most: int) -> list[Order]:
     """The best orders of the devices, the best first, by their scores; of equal scores, those that the search starts from come first."""
-    groups = scores.cluster.list_groups()
+    groups = scores.cluster.list_groups(scores.limits)
     if len(groups) == 1:
         return [tuple(range(len(scores.cluster)))]
     starts = list(dict.fromkeys(rename(order, groups) for order in _list_starts(scores)))

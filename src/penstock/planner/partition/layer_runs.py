@@ -82,6 +82,11 @@ class LayerRuns:
         return once, once + self._sum("f")
 
     @cached_property
+    def forwards(self) -> Floats:
+        """Time of the forward of one microbatch."""
+        return np.asarray(sum(part.forwards for part in self._slices)) if self.lengths else self._sum("f")
+
+    @cached_property
     def _activations(self) -> tuple[Floats, Floats]:
         """Memory of one activation, without and with recompute; a run may also hold its output, but the last one has only the loss."""
         if self.lengths:

@@ -308,7 +308,7 @@ class Checkpoints:
     def _load(self, checkpoint: Checkpoint, training: TrainingState) -> Checkpoint:
         from penstock.runtime.checkpoint.storage import CheckpointReader
 
-        model, stream = training.model, self.rank % checkpoint.ranks
+        model, stream = training.model, self._find_stream(training.model, checkpoint)
         run = self._collective.run
         reader = run("open a checkpoint", lambda: CheckpointReader(checkpoint.path, self.trusted))
 
@@ -327,6 +327,15 @@ class Checkpoints:
             run("read a checkpoint", lambda: reader.fill(tensors))
         run("load a checkpoint", lambda: training.load_tensors(tensors, values, stream))
         return checkpoint
+
+    def _find_stream(self, model: ModelState, checkpoint: Checkpoint) -> int:
+        """Which rank's random state this one continues: its own, or in a process that has come back that of a rank of its replica."""
+        mesh = None if model.pipeline is None else model.pipeline.grid
+        if mesh is not None and self._recovery is not None and self._recovery.alone:
+            peer = mesh.find_replica_peer()
+            if peer is not None and peer < checkpoint.ranks:
+                return peer
+        return self.rank % checkpoint.ranks
 
 
 T = TypeVar("T")

@@ -61,7 +61,12 @@ class Task:
 
 
 def main() -> None:
-    """Serve the process that has started this one."""
+    """Serve the process that has started this one, which disables the garbage collector for the imports.
+
+    What they have made stays to the end: later collections leave it out, and so take less time in each step.
+    """
+    gc.freeze()
+    gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to stop
     orders = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(int(sys.argv[1]), "wb")

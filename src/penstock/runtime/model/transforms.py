@@ -145,8 +145,8 @@ Recompute = bool | Sequence[bool] | None
 
 def _choose_recomputed(partition: Partition, plan: Any, choice: Recompute) -> list[Sequence[bool]]:
     """For each stage, whether it is recomputed as a whole, or whether each of its layers is recomputed by itself."""
-    flags = getattr(plan, "recompute", None) if choice is None else choice
-    by_stage = [flags] * len(partition) if isinstance(flags, bool) else list(flags or [False] * len(partition))
+    flags = _check_flags(getattr(plan, "recompute", None) if choice is None else choice)
+    by_stage = [flags] * len(partition) if isinstance(flags, bool) else flags
     if len(by_stage) == len(partition):
         return [[flag] for flag in by_stage]
     counts = [1 if part is None else len(_list_units(part.module)) or 1 for part in partition.parts]
@@ -156,6 +156,16 @@ def _choose_recomputed(partition: Partition, plan: Any, choice: Recompute) -> li
             "stage, or one per layer"
         )
     return [by_stage[start:end] for start, end in pairwise([0, *accumulate(counts)])]
+
+
+def _check_flags(choice: Any) -> bool | list[bool]:
+    """One choice for everything, or a list of choices; refuses anything else, such as the numbers of layers or stages."""
+    flags = False if choice is None else choice.tolist() if hasattr(choice, "tolist") else choice
+    if isinstance(flags, bool):
+        return flags
+    if not isinstance(flags, Sequence) or isinstance(flags, str) or not all(isinstance(flag, bool) for flag in flags):
+        raise ScheduleError(f"recompute={choice!r}: give True, False, one of these per stage, or one per layer")
+    return list(flags) or False
 
 
 def _list_units(module: nn.Module) -> list[dict[Any, nn.Module]]:

@@ -70,7 +70,7 @@ class JointPipeline:
         """One line: which ranks were lost, which run their microbatches, and how long a step takes now."""
         taken, describe = self.take_over(table), self.mesh.whole.describe_rank
         ranks = {self.mesh.locate(rank): rank for rank in range(self.mesh.whole.ranks)}
-        members = self.mesh.whole.members
+        members = self.group.members  # those of the mesh may be fewer by now
         counts = {
             describe(ranks[place]): {describe(members[taker]): count for taker, count in taken.count_taken(place).items()}
             for place in self.survivors.lost

@@ -60,9 +60,11 @@ class PipelineMesh:
     Along `pp` are the ranks of the pipeline (one rank if there is no `pp`); along `dp`, or `dp_replicate` and `dp_shard`, ranks hold the
     same stages and split the batch; along `tp` they split each stage's tensors. This process's groups along them are `pipe`, `data` and
     `tensor`; `whole` is the group of all processes of the mesh.
+
+    `devices[k]` is the rank along `pp` that becomes rank k of each pipeline; by default its own number.
     """
 
-    def __init__(self, mesh: Any, transport: str = "auto") -> None:
+    def __init__(self, mesh: Any, transport: str = "auto", devices: Sequence[int] = ()) -> None:
         self.device_mesh, self.names = mesh, _list_dimension_names(mesh)
         self.places = places = np.arange(mesh.mesh.numel()).reshape(tuple(mesh.mesh.shape))
         """The ranks of `whole`, each at its place in the mesh."""
@@ -73,7 +75,11 @@ class PipelineMesh:
         self.whole = current_group.join_ranks(mesh.mesh.flatten().tolist(), transport)
         self.whole.names = [self._describe(place) for place in np.ndindex(places.shape)]
         self.data_dims = tuple(name for name in self.names if name in DATA)
-        self.pipe = self._take_slice(places, (PIPE,))
+        along = self._take_slice(places, (PIPE,))
+        if devices:
+            _check_devices(devices, along.ranks)
+        self.devices = tuple(devices) or tuple(range(along.ranks))
+        self.pipe = get_subgroup(self.whole, [along.members[device] for device in self.devices])
         self.data = self._take_slice(places, self.data_dims)
         self.tensor = self._take_slice(places, (TENSOR,))
 
@@ -96,7 +102,7 @@ class PipelineMesh:
         replica = 0
         for name in self.data_dims:
             replica = replica * self.places.shape[self.names.index(name)] + place[name]
-        return place.get(PIPE, 0), replica
+        return self.devices.index(place.get(PIPE, 0)), replica
 
     @property
     def has_lost(self) -> bool:
@@ -123,6 +129,12 @@ class PipelineMesh:
     def join_peers(self) -> ProcessSubgroup:
         """Return the group of the ranks that are left with the same stages as this one."""
         return get_subgroup(self.whole, [member for member in self.data.members if member in self.whole.members])
+
+    def find_replica_peer(self) -> int | None:
+        """In a process that has come back: the number, among the ranks that stayed, of one in the same replica; None if all were lost."""
+        stayed = [rank for rank in self.whole.members if rank not in self.whole.newcomers]
+        replica = self.locate(self.whole.rank)[1]
+        return next((number for number, rank in enumerate(stayed) if self.locate(rank)[1] == replica), None)
 
     def _list_processes(self, members: Sequence[int]) -> list[int]:
         """Return the processes at these places of the mesh."""
@@ -172,12 +184,8 @@ def find_group(within: Any, mesh: Any, transport: str, devices: Sequence[int] = 
         return *arrange_ranks(*current_group.get_group(within, transport), devices), None
     if within is not None:
         raise ScheduleError("give either group= or mesh=: the mesh's dimension 'pp' is the pipeline's group")
-    pipeline_mesh = PipelineMesh(mesh, transport)
-    pipe = pipeline_mesh.pipe
-    if devices:
-        _check_devices(devices, pipe.ranks)
-        pipe = get_subgroup(pipeline_mesh.whole, [pipe.members[device] for device in devices])
-    return pipe, pipe.rank, pipeline_mesh
+    pipeline_mesh = PipelineMesh(mesh, transport, devices)
+    return pipeline_mesh.pipe, pipeline_mesh.pipe.rank, pipeline_mesh
 
 
 def arrange_ranks(group: Group, rank: int, devices: Sequence[int]) -> tuple[Group, int]:

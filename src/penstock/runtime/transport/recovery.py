@@ -66,9 +66,10 @@ class Recovery:
                 except LostRankError as error:
                     if error.lost is None:
                         raise
-                    completed, result = self._recover()
-                    if completed:
-                        return result  # type: ignore[no-any-return]
+                # Not in the handler: the error keeps the frames of the call, and with them connections that other ranks still wait on.
+                completed, result = self._recover()
+                if completed:
+                    return result  # type: ignore[no-any-return]
         finally:
             self._running = False
             self._undo()

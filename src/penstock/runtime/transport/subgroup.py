@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
@@ -17,13 +18,14 @@ from torch import Tensor
 from penstock.errors import PipelineError
 from penstock.runtime.device.connections import abort_connection, connect_devices
 from penstock.runtime.transport.all_gather import AllGather
-from penstock.runtime.transport.failures import PrefixStore
+from penstock.runtime.transport.failures import PrefixStore, count_arrival, lengthen_pause
 from penstock.runtime.transport.group import EMPTY, Activity, Group, Inbox, Operation, Outbox, Route
 from penstock.runtime.transport.processes import Processes
 
 _TAGS = 1 << 27
 """Above the tags of programs. Two processes can be in several subgroups together, so each subgroup has a tag of its own."""
 _UNLIMITED = 1 << 30
+_PAUSE = 0.001
 
 
 def get_subgroup(parent: Processes, members: Sequence[int]) -> ProcessSubgroup:
@@ -123,9 +125,20 @@ class ProcessSubgroup(Subgroup):
         generation = self.parent.generation
         if self._collectives is None or self._collectives[0] != generation:
             store = PrefixStore(f"slice/{self._name}", self.parent.board.store)
+            self._wait_for_members(store, deadline)
             connect = connect_devices if self.direct else self._connect_gloo
             self._collectives = generation, connect(store, self.rank, self.ranks, deadline)
         return self._collectives[1]
+
+    def _wait_for_members(self, store: Any, deadline: float) -> None:
+        """Wait until all members are about to connect. Raises if a rank fails before it comes, for which torch would wait all the time."""
+        count_arrival(store, "here", self.rank, self.ranks)
+        pause = _PAUSE
+        while not store.check(["here/all"]):
+            self.parent.check_wait(f"ranks {list(self.members)} to connect", deadline)
+            time.sleep(pause)
+            pause = lengthen_pause(pause)
+        self.parent.activity(self.parent.rank).waits = None
 
     def _connect_gloo(self, store: Any, rank: int, ranks: int, deadline: float) -> Any:
         try:
