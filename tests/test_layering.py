@@ -140,7 +140,7 @@ ROOMS: dict[str, set[str]] = {
     "batch": {"torch_internals", "tensors"},
     "sequence": {"torch_internals", "device"},
     "model": {"torch_internals", "device", "tensors", "split_backward", "batch", "sequence"},
-    "weights": {"torch_internals", "model"},
+    "weights": {"torch_internals", "tensors", "model"},
     "parallel": {"torch_internals", "device", "tensors", "transport", "batch", "model"},
     "execution": {"torch_internals", "device", "tensors", "split_backward", "transport", "batch", "sequence", "model", "parallel"},
     "measure": {

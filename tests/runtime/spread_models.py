@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,15 @@ def build_model(blocks: int, *, bias: bool = False, padding: int | None = None) 
 
 def spread(name: str, ranks: int, microbatches: int, **options: Any) -> Schedule:
     return ps.spread_vocabulary(ps.schedule(name, ranks=ranks, microbatches=microbatches), vocabulary=ps.Vocabulary(**options))
+
+
+def plan_for_cluster(*devices: int) -> ps.Plan:
+    """A plan that spreads the vocabulary, with two blocks per rank, and these devices of a cluster as its ranks."""
+    sizes = {"layers": 2 * len(devices), "hidden": 512, "heads": 4, "sequence": 512, "vocabulary": 262144}
+    profile = ps.Profile.transformer(**sizes, flops=400e12, latency=1e-5, bandwidth="50GB")
+    plan = ps.plan(profile, ranks=len(devices), microbatches=4, seconds=0, schedules=["1f1b"], vocabulary=True)
+    assert plan.vocabulary
+    return replace(plan, devices=devices)
 
 
 def draw_batch(*shape: int) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,7 @@ def follow_plain_loop(steps: int, *, tied: bool = False) -> list[float]:
     return [step_plain(model, optimizer) for _ in range(steps)]
 
 
-def go_on(model: nn.Module, schedule: ps.Schedule, folder: Path, steps: int, **mesh: int) -> list[float]:
+def go_on(model: nn.Module, schedule: ps.Schedule | ps.Plan, folder: Path, steps: int, **mesh: int) -> list[float]:
     """Continue from the latest checkpoint for some steps, save in the background, and make one step more."""
     tokens, targets = draw_batch()
     pipe = Pipeline(model, schedule, loss_fn=TokenCrossEntropy(), mesh=device_mesh(**mesh) if mesh else None, deadline=60)

@@ -24,7 +24,7 @@ from penstock.ir.table import Table
 from penstock.passes.shard import Shard
 from penstock.planner.batches.batch_planner import BatchOrder
 from penstock.runtime.batch import microbatch as mb
-from penstock.runtime.batch.loss import Loss, TokenCrossEntropy
+from penstock.runtime.batch.loss import Loss
 from penstock.runtime.batch.order import apply_order, identify_schedule
 from penstock.runtime.batch.result import ResultShare, StepResult, check_same_step
 from penstock.runtime.batch.slices import SequenceCutter, SequenceDims, SliceLengths
@@ -70,6 +70,7 @@ from penstock.runtime.parallel.joint_pipeline import JointPipeline
 from penstock.runtime.parallel.mesh import PipelineMesh, find_group
 from penstock.runtime.parallel.spread_vocabulary import SpreadVocabulary
 from penstock.runtime.sequence.prefix import keep_uncompiled
+from penstock.runtime.tensors.tensor_rows import TensorRows
 from penstock.runtime.torch_internals import pytree
 from penstock.runtime.transport.failures import describe_error
 from penstock.runtime.transport.group import Group, describe_action, do_nothing
@@ -128,7 +129,8 @@ class Pipeline:
       plan of a whole job asks for is run or refused, see `job_plan`;
     - `loss_fn(output, target)` or `loss_fn(output)`. The losses of microbatches are summed, weighted by `loss_reduction` (`mean` by batch
       elements, or `sum`) or by `weight(target)`. Without a loss function the last stage's output is the loss. A schedule that spreads the
-      vocabulary over the ranks takes `TokenCrossEntropy()`, and the whole model as layers, see docs/vocabulary.md;
+      vocabulary over the ranks takes `TokenCrossEntropy()` and the whole model as layers, or a model of transformers, see
+      docs/vocabulary.md;
     - `batch_dims`, `target_dims`, `kwarg_dims`: the batch dimension of the inputs, the target and the stages' keyword arguments
       (by name), see `microbatch.Dims`;
     - `ties`: groups of parameter names to tie, if the parameters are not one object already;
@@ -305,9 +307,10 @@ class Pipeline:
         self.vocabulary: SpreadVocabulary | None = None
         """This rank's rows of the embedding and the head, if the schedule spreads them over the ranks."""
         spread = find_spread_ends(self.table)
+        ends: list[tuple[Tensor, TensorRows | None]] = []
         if any(spread):
             data.refuse_spread(options, self.grid, graphs=self.graphs)
-            cut = self._cut_between_ends(model, options.split, *spread)
+            cut, ends = self._cut_between_ends(model, options.split, *spread)
         else:
             model, split = apply_plan_split(model, self._plan, options.split)
             cut = partition(model, self.table.stages, split)
@@ -317,24 +320,30 @@ class Pipeline:
         if self.table.slices > 1:
             check_slices(cut)
             refuse_full_graphs(options.compile)
-        give_weights(options.weights, model, cut, stages)
+        give_weights(options.weights, model, cut, stages, ends)
         tied = [*options.ties, *shard_stages(cut, stages, self.grid, data.shard)]
         cut = cut if self.seed is None else add_layer_streams(cut)
         self.partition: Partition = transform_stages(cut, self._plan, options.compile, options.recompute)
         return tied
 
-    def _cut_between_ends(self, model: Any, split: Any, embedding: bool, head: bool) -> Partition:
-        """Cut the layers between the ends that are spread over the ranks into stages, and take this rank's rows of the ends."""
+    def _cut_between_ends(
+        self, model: Any, split: Any, embedding: bool, head: bool
+    ) -> tuple[Partition, list[tuple[Tensor, TensorRows | None]]]:
+        """Cut the layers between the ends that are spread over the ranks into stages, and take this rank's rows of the ends.
+
+        Returns the stages, and the tensors of the ends with the rows that need their values, see `give_weights`.
+        """
         model, split, ends = take_ends(model, split, self._plan, self.table.stages, embedding=embedding, head=head)
         if head and self.loss.find_token_entropy() is None:
             raise ScheduleError(
                 "the head is spread over the ranks, which compute the loss together: give loss_fn=TokenCrossEntropy() or "
-                "torch.nn.functional.cross_entropy, without other options than ignore_index"
+                "torch.nn.functional.cross_entropy, without other options than ignore_index, or leave the head in its stage with "
+                "ps.Vocabulary(head=False)"
             )
         cut = partition(model, self.table.stages, split, without=ends.names)
         members: dict[str, Any] = {"group": self.group, "rank": self.rank, "deadline": self.deadline}
         self.vocabulary = SpreadVocabulary(ends, self.loss.find_token_entropy() if head else None, self.table, **members)
-        return cut
+        return cut, self.vocabulary.pair_tensors(ends, self.table.placement.stages_of(self.rank))
 
     def _share_state(self) -> tuple[SharedParameters, RunningStatistics]:
         """Agree with the other ranks of the pipeline on parameters, buffers and norm layers that several of them hold."""
@@ -692,8 +701,7 @@ class Pipeline:
         """Do everything that can refuse a step before it runs, and return its executor, and its input, of all replicas after a loss."""
         count, name = feed.microbatches, "step" if training else "eval_step"
         if self.vocabulary is not None:
-            flat = not isinstance(self.loss.fn, TokenCrossEntropy)
-            self.vocabulary.begin_step(feed, self.loss.find_token_entropy(), flat=flat, training=training)
+            self.vocabulary.begin_step(feed, flat=self.loss.takes_flat_targets, training=training)
         feed.tokens = feed.total if self.batches.weight and feed.targets is not None else None
         if self.recovery is not None:
             feed = feed.renew()
@@ -1074,7 +1082,6 @@ class DataOptions:
         """Refuse options that do not go with a vocabulary that is spread over the ranks, in one sentence each."""
         reasons = {
             "a tp dimension of mesh": (mesh is not None and mesh.tensor.ranks > 1, "its rows are not split over tensor-parallel ranks"),
-            "weights": (model.weights is not None, "its rows are taken from a model that has its values"),
             "ties": (bool(model.ties), "its rows belong to one layer each"),
             "graphs": (graphs, "collectives are joined by the host"),
         }

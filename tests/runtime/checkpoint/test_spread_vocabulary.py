@@ -12,8 +12,8 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import CheckpointError
-from penstock.runtime import Checkpoints, Pipeline, TokenCrossEntropy, launch
-from runtime.spread_models import HIDDEN, VOCABULARY, draw_batch, spread
+from penstock.runtime import Checkpoints, Pipeline, TokenCrossEntropy, launch, rank
+from runtime.spread_models import HIDDEN, VOCABULARY, draw_batch, plan_for_cluster, spread
 from runtime.spread_resuming import build, build_empty, compare, go_on, make_optimizer, step_plain
 
 
@@ -28,6 +28,14 @@ def test_a_run_continues_on_other_ranks_with_and_without_a_spread_vocabulary(tmp
         optimizer = make_optimizer(plain)
         Checkpoints(tmp_path).load(name, plain, optimizer)
         compare([step_plain(plain, optimizer) for _ in range(2)], step)
+
+
+def test_a_run_continues_on_ranks_in_another_order(tmp_path: Path) -> None:
+    """On two devices of a cluster in the plan's order, in the other order, and in their own."""
+    for number, plan in enumerate([plan_for_cluster(1, 0), plan_for_cluster(0, 1), spread("1f1b", 3, 4)]):
+        models = [build_empty(tmp_path) for _ in range(3)]
+        for losses in launch(lambda: go_on(models[rank()], plan, tmp_path, 2), 2 if number < 2 else 3):  # noqa: B023 - called at once
+            compare(losses, 2 * number)
 
 
 def test_tied_ends_continue_on_other_ranks_with_and_without_a_spread_vocabulary(tmp_path: Path) -> None:

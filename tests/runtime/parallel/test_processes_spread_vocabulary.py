@@ -18,7 +18,7 @@ from penstock.errors import PipelineError, ScheduleError
 from penstock.runtime import Pipeline, TokenCrossEntropy, device_mesh, rank
 from penstock.runtime.launch.workers import Workers
 from runtime import spread_models, spread_resuming
-from runtime.spread_models import build_model, compare_with_plain_loop, draw_batch, spread, train_pipeline
+from runtime.spread_models import build_model, compare_with_plain_loop, draw_batch, plan_for_cluster, spread, train_pipeline
 from runtime.spread_resuming import build_empty, compare, go_on
 
 cloudpickle.register_pickle_by_value(spread_models)
@@ -89,6 +89,40 @@ def test_a_plan_of_a_whole_job_trains_like_the_plain_model(workers: Workers, tmp
             torch.testing.assert_close(gradient, wanted[whole][part], rtol=1e-12, atol=1e-14)
             seen.add(whole)
     assert seen == set(wanted)
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [(2, 0, 3, 1), pytest.param((1, 0), marks=pytest.mark.matrix(family="1f1b", feature="spread vocabulary and reordered ranks"))],
+)
+def test_a_cluster_plan_that_reorders_the_processes(workers: Workers, devices: tuple[int, ...]) -> None:
+    """Also within each replica of a mesh."""
+    plan, (tokens, targets) = plan_for_cluster(*devices), draw_batch()
+    model = build_model(2 * len(devices))
+
+    def run() -> dict[str, Any]:
+        torch.set_num_threads(1)
+        mesh = device_mesh(pp=2, dp=2) if len(devices) == 2 else None
+        pipe = Pipeline(model, plan, loss_fn=TokenCrossEntropy(), mesh=mesh, deadline=60)
+        own = rank() if mesh is None else mesh["pp"].get_local_rank()
+        assert pipe.rank == devices.index(own)
+        x, y = (tokens, targets) if mesh is None else take_part(mesh, tokens, targets)
+        outputs = pipe.infer(x)
+        return {**train_pipeline(pipe, x, y), "outputs": outputs}
+
+    found = workers.run(run, ranks=4)
+    logits = model(tokens).detach()
+    if len(devices) == 4:
+        for of_rank in found:
+            spread_models.assert_equal(of_rank["outputs"], logits)
+        compare_with_plain_loop(found, model, tokens, targets, 4)
+        return
+    first, second = found[0]["by_microbatch"], found[1]["by_microbatch"]
+    both = {"by_microbatch": [one + other for one, other in zip(first, second, strict=True)]}
+    for of_rank, wanted in zip(found, 2 * logits.split(SIZES), strict=True):
+        spread_models.assert_equal(of_rank["outputs"], wanted)
+    for replica in (found[::2], found[1::2]):
+        compare_with_plain_loop([of_rank | both for of_rank in replica], copy.deepcopy(model), tokens, targets, BEGIN)
 
 
 SIZES, BEGIN = (5, 4), (2, 3, 4, 5, 6, 7, 8)

@@ -66,6 +66,40 @@ def test_embedding_and_head_together(ranks: int, tied: bool) -> None:
         torch.testing.assert_close(torch.cat([of_rank[place] for of_rank in results]), value.grad, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(("scale", "cap"), [(0.3, None), (1.0, 0.7), (-2.0, 1.5)])
+def test_logits_with_a_factor_and_a_soft_cap(scale: float, cap: float | None) -> None:
+    """With a bias; two targets are ignored, and tokens count differently."""
+    hidden, weight, bias, counts = draw(0, TOKENS, HIDDEN), draw(1, VOCABULARY, HIDDEN), draw(2, VOCABULARY), draw(3, TOKENS)
+    targets = torch.tensor([3, -100, 9, 0, -100, 3])
+
+    def train(lane: ThreadLane) -> list[Any]:
+        head = SpreadHead(weight, bias, lane=lane, owner=1, logit_scale=scale, logit_cap=cap)
+        head.join_broadcast(0, hidden if lane.rank == 1 else torch.empty_like(hidden))
+        logits = head.run_share(0, targets, counts, outputs=True)
+        head.join_combine(0)
+        gradient = head.take_input_gradient(0) if lane.rank == 1 else None
+        head.add_weight_gradients(0)
+        assert head.bias is not None
+        return [head.take_losses(0), gradient, logits, head.weight.grad, head.bias.grad]
+
+    found = run_ranks(2, train)
+    x, w, b = (value.clone().requires_grad_() for value in (hidden, weight, bias))
+    logits = scale * (x @ w.t() + b)
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    losses = functional.cross_entropy(logits, targets, reduction="none")
+    (losses * counts).sum().backward()
+    rows = [torch.cat(parts, dim=-1 if place == 2 else 0) for place in (2, 3, 4) for parts in [[of_rank[place] for of_rank in found]]]
+    for value, wanted in zip([found[0][0], found[1][1], *rows], [losses, x.grad, logits, w.grad, b.grad], strict=True):
+        assert wanted is not None
+        torch.testing.assert_close(value, wanted.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_logits_without_a_size_are_refused() -> None:
+    (lane,) = ThreadLane.create(1)
+    with lane, pytest.raises(PipelineError, match=r"logit_scale is 1.0 and logit_cap 0: the scale must not be 0"):
+        SpreadHead(draw(0, VOCABULARY, HIDDEN), lane=lane, owner=0, logit_cap=0)
+
+
 def test_layers_that_share_a_weight_share_a_lane() -> None:
     (one,), (other,) = ThreadLane.create(1), ThreadLane.create(1)
     with one, other, pytest.raises(PipelineError, match="on the same lane"):

@@ -6,6 +6,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +32,35 @@ class TokenCrossEntropy:
         self.ignore_index = ignore_index
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        targets = self.align(targets)
         return functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=self.ignore_index)
+
+    def align(self, targets: Tensor) -> Tensor:
+        """Return the target of each position's logits, which `targets` already are."""
+        return targets
+
+
+class NextTokenCrossEntropy(TokenCrossEntropy):
+    """The same for targets that are the tokens themselves: each position predicts the token after it, and the last one nothing."""
+
+    def align(self, targets: Tensor) -> Tensor:
+        return functional.pad(targets, (0, 1), value=self.ignore_index)[..., 1:]
+
+
+@dataclass(frozen=True)
+class LogitMap:
+    """How a model turns the output of its head into logits: times `scale`, and with a `cap` then `cap * tanh(logits / cap)`."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def apply(self, output: Tensor) -> Tensor:
+        logits = output if self.scale == 1.0 else output * self.scale
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+
+NO_MAP = LogitMap()
+"""The output is the logits."""
 
 
 class Loss:
@@ -123,6 +152,9 @@ class Loss:
         fn = self.fn
         if isinstance(fn, TokenCrossEntropy):
             return fn
+        own = getattr(fn, "token_entropy", None)  # of the loss of a model
+        if isinstance(own, TokenCrossEntropy):
+            return own
         if fn is functional.cross_entropy:
             return TokenCrossEntropy()
         if isinstance(fn, functools.partial) and fn.func is functional.cross_entropy and not fn.args:
@@ -130,6 +162,11 @@ class Loss:
         if type(fn) is nn.CrossEntropyLoss and fn.weight is None and fn.reduction == "mean" and not fn.label_smoothing:
             return TokenCrossEntropy(fn.ignore_index)
         return None
+
+    @property
+    def takes_flat_targets(self) -> bool:
+        """Whether the function is torch's cross-entropy, for which targets of tokens have one dimension."""
+        return _unwrap(self.fn) is functional.cross_entropy or isinstance(self.fn, nn.CrossEntropyLoss)
 
     def warn_about_ignore_index(self, targets: Sequence[Any]) -> None:
         """Warn once if targets are ignored: the mean over the others is not the mean of the microbatches' means.

@@ -45,10 +45,11 @@ class SpreadOperations:
     def reset(self) -> None:
         """Let go of everything that belongs to a step."""
         self._forms.clear()
+        self.vocabulary.end_step()
 
     def finish_evaluation(self, step_input: StepInput) -> None:
         """Note the losses at the end of a step without gradients, in which no T waits for them."""
-        if self.head is not None and not self._training and step_input.targets is not None:
+        if self.head is not None and not self._training and self.vocabulary.targets is not None:
             for microbatch in range(len(step_input.args)):
                 self._note_loss(self.head, microbatch, step_input)
 
@@ -56,15 +57,20 @@ class SpreadOperations:
         """Take a microbatch's losses; the rank of the last stage notes their mean. Waits for the COMBINE."""
         losses = head.take_losses(microbatch)
         if head.lane.rank == head.owner:
-            loss = losses.sum() / _count(head, _get_targets(step_input, microbatch))
+            loss = losses.sum() / _count(head, self._get_targets(microbatch))
             step_input.share.losses[microbatch] = loss, step_input.scales[microbatch]
+
+    def _get_targets(self, microbatch: int) -> Tensor:
+        assert self.vocabulary.targets is not None
+        return self.vocabulary.targets[microbatch]
 
     # Values for stages ------------------------------------------------------------------------------------------------
 
-    def take_embeddings(self, microbatch: int) -> Tensor:
+    def take_embeddings(self, microbatch: int) -> Any:
         """The input of stage 0. Waits for the COMBINE."""
         assert self.embedding is not None
-        return self.embedding.take_output(microbatch).requires_grad_(self._training and not self.embedding.frozen)
+        embeddings = self.embedding.take_output(microbatch).requires_grad_(self._training and not self.embedding.frozen)
+        return self.vocabulary.first_input.add_embeddings(self.vocabulary.args[microbatch], embeddings)
 
     def take_output_gradients(self, microbatch: int) -> list[Tensor]:
         """The gradient of the last stage's output, if it has one. Waits for the COMBINE."""
@@ -85,7 +91,7 @@ class SpreadOperations:
     def _build_for_embedding(self, layer: SpreadEmbedding, kind: Kind, microbatch: int, compute: StageOperations) -> Operation:
         match kind:
             case Kind.S:
-                return lambda: layer.run_share(microbatch, compute.step_input.args[microbatch][0], gradients=self._training)
+                return lambda: layer.run_share(microbatch, self.vocabulary.tokens[microbatch], gradients=self._training)
             case Kind.COMBINE:
                 return partial(layer.join_combine, microbatch)
             case Kind.T:
@@ -94,7 +100,7 @@ class SpreadOperations:
         register = compute.links.gradient_targets(0, microbatch)[0] if layer.lane.rank == layer.owner else None
 
         def broadcast() -> None:
-            tokens: Tensor = compute.step_input.args[microbatch][0]
+            tokens = self.vocabulary.tokens[microbatch]
             gradient: Tensor | None = None
             if register is not None:
                 gradients, values[register] = values[register], EMPTY
@@ -116,10 +122,10 @@ class SpreadOperations:
                 def run_share() -> None:
                     feed = compute.step_input
                     logits: Tensor | None
-                    if feed.targets is None:
+                    if self.vocabulary.targets is None:
                         logits = layer.compute_logits(microbatch)
                     else:
-                        targets = _get_targets(feed, microbatch)
+                        targets = self._get_targets(microbatch)
                         weights = feed.scales[microbatch] * feed.factor / _count(layer, targets).clamp(min=1)
                         logits = layer.run_share(microbatch, targets, weights, gradients=self._training, outputs=feed.outputs)
                     if feed.outputs and logits is not None:
@@ -127,7 +133,7 @@ class SpreadOperations:
 
                 return run_share
             case Kind.COMBINE:
-                return lambda: layer.join_nothing() if compute.step_input.targets is None else layer.join_combine(microbatch)
+                return lambda: layer.join_nothing() if self.vocabulary.targets is None else layer.join_combine(microbatch)
             case Kind.T:
 
                 def add_weight_gradients() -> None:
@@ -151,10 +157,10 @@ class SpreadOperations:
             layer.join_broadcast_of_any_shape(microbatch, None if hidden is None else hidden.to(layer.weight.dtype))
 
         def broadcast() -> None:
-            if compute.step_input.targets is None:
+            if self.vocabulary.targets is None:
                 broadcast_alone()
                 return
-            targets, weight = _get_targets(compute.step_input, microbatch), layer.weight
+            targets, weight = self._get_targets(microbatch), layer.weight
             shape = (*targets.shape, weight.shape[1])
             if register is None:
                 layer.join_broadcast(microbatch, torch.empty(shape, dtype=weight.dtype, device=weight.device))
@@ -169,13 +175,6 @@ class SpreadOperations:
             layer.join_broadcast(microbatch, hidden.to(weight.dtype))
 
         return broadcast
-
-
-def _get_targets(step_input: StepInput, microbatch: int) -> Tensor:
-    targets = step_input.targets
-    assert targets is not None
-    tensor: Tensor = targets[microbatch]
-    return tensor
 
 
 def _count(layer: SpreadHead, targets: Tensor) -> Tensor:

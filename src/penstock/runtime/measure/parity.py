@@ -400,7 +400,7 @@ class _Reference:
         for stage, part in enumerate(self.parts):
             inputs = [outputs[other] for other in sorted(graph.inputs_of(stage), reverse=True)]
             if stage == 0 and self.ends is not None and self.ends.embedding is not None:
-                inputs = [self.ends.embedding(*feed.args[microbatch])]
+                inputs = [self.ends.embed(feed.args[microbatch])]
             kwargs = feed.kwargs[stage][microbatch] if stage in feed.kwargs else {}
             staged = Stage(stage, part.module, unpack=part.unpack)
             if feed.seed is not None:
@@ -410,7 +410,7 @@ class _Reference:
                     staged.run(inputs, kwargs) if inputs else part.module(*feed.args[microbatch], **kwargs)
                 )
         output = outputs[len(self.parts) - 1]
-        return output if self.ends is None or self.ends.head is None else self.ends.head(output)
+        return output if self.ends is None or self.ends.head is None else self.ends.compute_logits(output)
 
     @contextmanager
     def _watch_random_state(self, stage: int) -> Iterator[None]:

@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import PlacementError
+from penstock.runtime.batch.loss import NO_MAP, LogitMap
+from penstock.runtime.model.hugging_face import HuggingFace, ModelEnds
 from penstock.runtime.model.partition import Layers, list_layers
 from penstock.runtime.torch_internals.modules import has_forward_hooks
+
+
+class FirstInput(Protocol):
+    """Where the tokens are in the batch, and what the first stage gets if their embedding is spread over the ranks."""
+
+    def find_tokens(self, args: tuple[Any, ...]) -> Any:
+        """Return the tokens among the arguments of a microbatch; anything else if there are none."""
+
+    def add_embeddings(self, args: tuple[Any, ...], embeddings: Tensor) -> Any:
+        """Return the input of the first stage."""
+
+
+class TokensAlone:
+    """For models of layers: the batch is the tokens, and the first stage gets their embeddings."""
+
+    def find_tokens(self, args: tuple[Any, ...]) -> Any:
+        return args[0] if len(args) == 1 else None
+
+    def add_embeddings(self, args: tuple[Any, ...], embeddings: Tensor) -> Any:
+        return embeddings
 
 
 @dataclass(frozen=True)
@@ -19,6 +41,9 @@ class SpreadEnds:
 
     embedding: tuple[str, nn.Embedding] | None
     head: tuple[str, nn.Linear] | None
+    logits: LogitMap = NO_MAP
+    """How the output of the head becomes logits."""
+    first_input: FirstInput = field(default_factory=TokensAlone)
 
     @property
     def are_tied(self) -> bool:
@@ -36,6 +61,10 @@ def take_ends(model: Any, split: Any, plan: Any, stages: int, *, embedding: bool
     A list of modules is taken as the layers of an `nn.Sequential`, one per stage between the ends unless the split or the plan says
     otherwise. A plan counts the ends in its first and last stage.
     """
+    planned = None if isinstance(plan, str) else getattr(plan, "partition", None)
+    if isinstance(split, HuggingFace):
+        split = replace(split, sizes=planned) if split.sizes is None else split
+        return model, *_take_ends_of_transformer(ModelEnds.find(model, split, embedding=embedding, head=head))
     listed = isinstance(model, (list, tuple, nn.ModuleList))
     if listed:
         model = nn.Sequential(*model)
@@ -53,7 +82,6 @@ def take_ends(model: Any, split: Any, plan: Any, stages: int, *, embedding: bool
         _check_head(names[-1], layers[-1]) if head else None,
     )
     _check_ties(ends, dict(zip(names, layers, strict=True)))
-    planned = None if isinstance(plan, str) else getattr(plan, "partition", None)
     sizes = split.sizes if isinstance(split, Layers) else split
     if sizes is None and planned is not None:
         sizes = list(planned)
@@ -68,8 +96,21 @@ def take_ends(model: Any, split: Any, plan: Any, stages: int, *, embedding: bool
     return model, replace(split, sizes=sizes) if isinstance(split, Layers) else sizes, ends
 
 
-def _check_embedding(name: str, layer: nn.Module) -> tuple[str, nn.Embedding]:
-    if not isinstance(layer, nn.Embedding) or type(layer).forward is not nn.Embedding.forward:
+def _take_ends_of_transformer(found: ModelEnds) -> tuple[ModelEnds, SpreadEnds]:
+    """Return what cuts the model between its ends, and these."""
+    ends = SpreadEnds(
+        None if found.embedding is None else _check_embedding(*found.embedding, own_forward=True),
+        None if found.head is None else _check_head(*found.head),
+        found.logits,
+        found,
+    )
+    _check_ties(ends, dict(found.list_layers()))
+    return found, ends
+
+
+def _check_embedding(name: str, layer: nn.Module, *, own_forward: bool = False) -> tuple[str, nn.Embedding]:
+    """Refuse other embeddings; with `own_forward`, the first stage does what a class of its own does with the rows."""
+    if not isinstance(layer, nn.Embedding) or (type(layer).forward is not nn.Embedding.forward and not own_forward):
         raise PlacementError(
             f"the vocabulary is spread over the ranks, so the first layer must be an nn.Embedding: {_describe(name, layer)}"
         )
@@ -89,13 +130,13 @@ def _check_head(name: str, layer: nn.Module) -> tuple[str, nn.Linear]:
 
 
 def _describe(name: str, layer: nn.Module) -> str:
-    return f"{name!r} is a {type(layer).__name__}; leave that layer in its stage with ps.Vocabulary(embedding=..., head=...) otherwise"
+    kind = type(layer)
+    is_like_torch_s = kind.__name__ in ("Embedding", "Linear") and not kind.__module__.startswith("torch.")  # as of an adapter
+    own = f"{kind.__module__}.{kind.__name__}" if is_like_torch_s else kind.__name__
+    return f"{name!r} is a {own}; leave that layer in its stage with ps.Vocabulary(embedding=..., head=...) otherwise"
 
 
 def _check_weights(name: str, layer: nn.Module) -> None:
-    for kind, parameter in layer.named_parameters():
-        if parameter.is_meta:
-            raise PlacementError(f"{name}.{kind} is on the meta device: a vocabulary that is spread over the ranks needs its values")
     if has_forward_hooks(layer) or not all(type(parameter) is nn.Parameter for parameter in layer.parameters()) or list(layer.children()):
         raise PlacementError(f"{name!r} has hooks or parametrizations, which shares of it would not run: leave them out")
 

@@ -7,7 +7,7 @@ step opens a new one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from datetime import timedelta
 from functools import partial
@@ -36,7 +36,7 @@ from penstock.runtime.parallel.vocabulary import (
 from penstock.runtime.tensors.tensor_rows import TensorRows
 from penstock.runtime.transport.group import Group
 from penstock.runtime.transport.processes import Processes
-from penstock.runtime.transport.subgroup import ProcessSubgroup
+from penstock.runtime.transport.subgroup import Subgroup
 from penstock.runtime.transport.threads import VirtualGroup
 
 _WAIT = "all ranks to join a collective of the vocabulary"
@@ -59,6 +59,13 @@ class SpreadVocabulary:
         """The names of the two layers in the model."""
         self.are_tied = ends.are_tied
         """Whether both share one weight."""
+        self.entropy, self.first_input, self.logit_map = entropy, ends.first_input, ends.logits
+        self.args: list[tuple[Any, ...]] = []
+        """The arguments of each microbatch of the step."""
+        self.tokens: list[Tensor] = []
+        """The tokens of each microbatch of the step, as the embedding needs them."""
+        self.targets: list[Tensor] | None = None
+        """The target of each position of each microbatch of the step, as the head needs them."""
         self._rows = {"embedding": 0, "head": 0}
         self.stages = table.stages
         self.embedding: SpreadEmbedding | None = None
@@ -72,9 +79,16 @@ class SpreadVocabulary:
             assert entropy is not None
             self.names["head"], linear = ends.head
             self._rows["head"] = len(linear.weight)
-            ignored = entropy.ignore_index
             rows = self.embedding if self.are_tied and self.embedding is not None else linear.weight
-            self.head = SpreadHead(rows, linear.bias, lane=lane, owner=rank_of(table.stages - 1, 0), ignore_index=ignored)
+            self.head = SpreadHead(
+                rows,
+                linear.bias,
+                lane=lane,
+                owner=rank_of(table.stages - 1, 0),
+                ignore_index=entropy.ignore_index,
+                logit_scale=ends.logits.scale,
+                logit_cap=ends.logits.cap,
+            )
 
     # Parameters -------------------------------------------------------------------------------------------------------
 
@@ -115,6 +129,21 @@ class SpreadVocabulary:
             shards[f"{self.names['head']}.weight"] = shards[f"{self.names['embedding']}.weight"]
         return shards
 
+    def pair_tensors(self, ends: SpreadEnds, stages: Sequence[int]) -> list[tuple[Tensor, TensorRows | None]]:
+        """The tensors of both ends that this rank needs values of, with its rows of parameters; with stage 0, buffers of the embedding."""
+        pairs: list[tuple[Tensor, TensorRows | None]] = []
+        if ends.embedding is not None and self.embedding is not None:
+            words, total = ends.embedding[1], self._rows["embedding"]
+            pairs.append((words.weight, TensorRows(self.embedding.weight, self.embedding.first, total)))
+            pairs += [(buffer, None) for buffer in words.buffers() if 0 in stages]
+        if ends.head is not None and self.head is not None:
+            linear, first, total = ends.head[1], self.head.first, self._rows["head"]
+            if not self.are_tied:
+                pairs.append((linear.weight, TensorRows(self.head.weight, first, total)))
+            if self.head.bias is not None:
+                pairs.append((linear.bias, TensorRows(self.head.bias, first, total)))
+        return pairs
+
     def gather_weights(self, gather: Gather) -> dict[str, Tensor]:
         """The whole parameters by name, on every rank."""
         everyone = gather("vocabulary", {name: parameter.detach().cpu() for name, _, _, parameter in self._list_rows()})
@@ -122,15 +151,17 @@ class SpreadVocabulary:
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
-    def begin_step(self, feed: StepInput, entropy: TokenCrossEntropy | None, *, flat: bool, training: bool) -> None:
+    def begin_step(self, feed: StepInput, *, flat: bool, training: bool) -> None:
         """Refuse a batch that shares of a vocabulary cannot be computed for, and open a new lane if the last step has failed.
 
         With `flat`, targets may have one dimension only, as for `torch.nn.functional.cross_entropy`.
         """
+        self.end_step()
+        self.args = feed.args
         if self.embedding is not None:
-            self._check_tokens(feed, self.embedding)
+            self.tokens = self._take_tokens(feed, self.embedding)
         if self.head is not None:
-            assert entropy is not None
+            assert self.entropy is not None
             feed.share.wants_logits = feed.outputs
             if feed.targets is None and training:
                 raise ScheduleError("every rank has a share of the head and the loss: give every rank the target of the step")
@@ -142,7 +173,8 @@ class SpreadVocabulary:
                         f"targets have {targets.dim()} dimensions, for which cross_entropy expects the vocabulary in dimension 1 of the "
                         "output: give loss_fn=TokenCrossEntropy()"
                     )
-                _check_range(targets[targets != entropy.ignore_index], self._rows["head"], "target")
+                _check_range(targets[targets != self.entropy.ignore_index], self._rows["head"], "target")
+            self.targets = None if feed.targets is None else list(map(self.entropy.align, feed.targets))
         if self.head is not None and not training:
             self._agree_on_targets(feed)
         if self._lane is None:
@@ -151,20 +183,26 @@ class SpreadVocabulary:
                 if layer is not None:
                     layer.restart(self._lane)
 
-    def _check_tokens(self, feed: StepInput, embedding: SpreadEmbedding) -> None:
-        """Refuse a step without the tokens, and rows whose gradient no rank could compute."""
+    def end_step(self) -> None:
+        """Let go of the batch."""
+        self.args, self.tokens, self.targets = [], [], None
+
+    def _take_tokens(self, feed: StepInput, embedding: SpreadEmbedding) -> list[Tensor]:
+        """The tokens of each microbatch; refuses a step without them, and rows whose gradient no rank could compute."""
         if embedding.frozen and embedding.weight.requires_grad:
             raise ScheduleError(
                 f"the rows of {self.names['embedding']}.weight were frozen when the pipeline was created, so no rank gets their "
                 "gradient: set requires_grad before, and create another pipeline"
             )
-        for args in feed.args:
-            tokens = args[0] if len(args) == 1 else None
+        everything = [self.first_input.find_tokens(args) for args in feed.args]
+        for tokens in everything:
             if not isinstance(tokens, Tensor) or tokens.is_floating_point():
                 raise ScheduleError(
-                    "every rank has a share of the embedding: give every rank the tokens, as the only positional argument of the step"
+                    "every rank has a share of the embedding: give every rank the tokens, as the only positional argument of the step, or "
+                    "to a transformers model as input_ids in it"
                 )
             _check_range(tokens, self._rows["embedding"], "token")
+        return everything
 
     def _agree_on_targets(self, feed: StepInput) -> None:
         """Refuse an evaluation with targets on some ranks only, whose COMBINEs would not fit together."""
@@ -196,29 +234,32 @@ class SpreadVocabulary:
     def _open_lane(self) -> CollectiveLane:
         """A lane between all ranks, which all open at the same time."""
         gather: Callable[[str, Any], list[Any]] = partial(self.group.gather, self.rank, deadline=self.deadline)
-        if isinstance(self.group, VirtualGroup):
+        parent, rank = self._find_parent()
+        if isinstance(parent, VirtualGroup):
             shared = gather("lane of the vocabulary", MeetingPoint(self.group.ranks, self.deadline) if self.rank == 0 else None)[0]
             virtual = ThreadLane(self.rank, shared)
-            virtual.on_join, virtual.before_take = self.group.notify, partial(self._wait_for_threads, self.group, virtual)
+            virtual.on_join, virtual.before_take = parent.notify, partial(self._wait_for_threads, parent, rank, virtual)
             gather("lane of the vocabulary", None)  # nobody asks who has joined before all have a lane
             return virtual
-        members = self.group.parent if isinstance(self.group, ProcessSubgroup) else self.group  # of a mesh, or of the pipeline alone
-        if not isinstance(members, Processes):
-            raise ScheduleError("a vocabulary is spread over all ranks of one pipeline in their own order: leave out cluster plans")
+        assert isinstance(parent, Processes)
         processes = gather("lane of the vocabulary", dist.get_rank())
-        if processes != sorted(processes):
-            raise ScheduleError(f"a vocabulary is spread over processes in their own order, but the pipeline has {processes}")
-        group = dist.new_group(processes, timeout=timedelta(seconds=self.deadline), use_local_synchronization=True)
-        lane = ProcessLane(group)
-        lane.before_take = partial(self._wait_for_processes, members)
+        group = dist.new_group(sorted(processes), timeout=timedelta(seconds=self.deadline), use_local_synchronization=True)
+        lane = ProcessLane(group, processes)
+        lane.before_take = partial(self._wait_for_processes, parent)
         return lane
 
-    def _wait_for_threads(self, group: VirtualGroup, lane: ThreadLane, collective: JoinedCollective) -> None:
+    def _find_parent(self) -> tuple[Group, int]:
+        """The group that the pipeline's is a part of, as in a mesh, or another order of, as in a cluster plan; this rank's number in it."""
+        if isinstance(self.group, Subgroup):
+            return self.group.parent, self.group.members[self.rank]
+        return self.group, self.rank
+
+    def _wait_for_threads(self, group: VirtualGroup, rank: int, lane: ThreadLane, collective: JoinedCollective) -> None:
         """Let other virtual ranks run until all have joined; the collective then ends without them."""
         if not lane.have_all_joined(collective):
-            group.wait(self.rank, lambda: lane.have_all_joined(collective), _WAIT, self.deadline)
+            group.wait(rank, lambda: lane.have_all_joined(collective), _WAIT, self.deadline)
         if collective.future.exception() is not None:  # waits for its end
-            group.enter(self.rank, self.deadline)  # raises the failure that has ended the collective
+            group.enter(rank, self.deadline)  # raises the failure that has ended the collective
         self._note_waited()
 
     def _wait_for_processes(self, group: Processes, collective: JoinedCollective) -> None:

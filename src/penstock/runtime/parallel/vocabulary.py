@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.errors import PipelineError
+from penstock.runtime.batch.loss import LogitMap
 from penstock.runtime.device.streams import create_streams, record_event, record_use, use_stream, wait_event
 from penstock.runtime.device.timing import mark_time
 from penstock.runtime.torch_internals.tensors import post_accumulate_hooks
@@ -151,19 +152,21 @@ class CollectiveLane(ABC):
 class ProcessLane(CollectiveLane):
     """The collectives of processes, by torch.distributed.
 
-    The group should have no other traffic, because a message between two of its ranks may come between its collectives.
+    The group should have no other traffic, because a message between two of its ranks may come between its collectives. `processes` are
+    the processes in the order of their ranks, if that is not the order of the group, as for a cluster plan that reorders them.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+    def __init__(self, group: dist.ProcessGroup | None = None, processes: Sequence[int] | None = None) -> None:
+        self.processes = list(dist.get_process_group_ranks(group or dist.group.WORLD) if processes is None else processes)
+        super().__init__(self.processes.index(dist.get_rank()), len(self.processes))
         self.group = group
         self._abandoned = False
 
     def broadcast(self, value: Tensor, source: int) -> Tensor:
-        return self._wait(dist.broadcast(value, self._find_global(source), group=self.group, async_op=True), value)
+        return self._wait(dist.broadcast(value, self.processes[source], group=self.group, async_op=True), value)
 
     def sum_on(self, target: int, value: Tensor) -> Tensor:
-        return self._wait(dist.reduce(value, self._find_global(target), group=self.group, async_op=True), value)
+        return self._wait(dist.reduce(value, self.processes[target], group=self.group, async_op=True), value)
 
     def sum_everywhere(self, value: Tensor) -> Tensor:
         return self._wait(dist.all_reduce(value, group=self.group, async_op=True), value)
@@ -187,9 +190,6 @@ class ProcessLane(CollectiveLane):
         super().abandon()
         if self.group is not None:
             self.group.abort()
-
-    def _find_global(self, rank: int) -> int:
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
 
 class ThreadLane(CollectiveLane):
@@ -312,19 +312,26 @@ class _Share(NamedTuple):
     hidden: Tensor | None
     """The head's input, one row per token. None without gradients, like the exponentials and the gradient."""
     exponentials: Tensor | None
-    """exp(logit - largest) of the rank's rows. None if these are frozen, too."""
+    """exp(logit - largest) of the rank's rows, times the slopes of capped logits. None if these are frozen, too."""
     largest: Tensor
     total: Tensor
     """The sum of the exponentials."""
     picked: Tensor
     """The logit of the target, on the rank that has its row; else 0."""
     gradient: Tensor | None
-    """The exponentials times the weights."""
+    """The exponentials times the slopes and the weights."""
+    slope: Tensor | None
+    """The slope of the target's capped logit. None without a cap."""
     own: Tensor
     """Whether the target is a row of this rank and counts."""
     place: Tensor
     scale: Tensor
-    """How much the loss of each token counts."""
+    """How much the loss of each token counts, times the scale of the logits."""
+
+    def take_target_slopes(self, dtype: torch.dtype) -> Tensor:
+        """The slope of the target's logit if this rank has its row, else 0."""
+        own = self.own.to(dtype)
+        return own if self.slope is None else own * self.slope
 
 
 class _Combined(NamedTuple):
@@ -343,7 +350,8 @@ class SpreadHead(_RowShard):
     `weight` (vocabulary x hidden) and `bias` are the whole ones, the same on every rank, which keeps its own rows. With a `SpreadEmbedding`
     in place of the weight, both layers share one parameter, and their gradients add up in it (tied embeddings). `owner` is the rank of the
     last stage. Exponentials and sums are computed in float32, or in the type of the weight if that has more digits. Targets equal to
-    `ignore_index` have no loss.
+    `ignore_index` have no loss. Logits are the products of the rows times `logit_scale`, and with a `logit_cap` then
+    `logit_cap * tanh(logits / logit_cap)`.
 
     For each microbatch, by its number, every rank calls `join_broadcast`, `run_share` and `join_combine` in this order, and then once
     each, in any order, `add_weight_gradients`, `take_losses` and, on the owner, `take_input_gradient`. Calls for different microbatches may
@@ -358,8 +366,13 @@ class SpreadHead(_RowShard):
         lane: CollectiveLane,
         owner: int,
         ignore_index: int = -100,
+        logit_scale: float = 1.0,
+        logit_cap: float | None = None,
     ) -> None:
         super().__init__(weight, lane, owner, "last stage")
+        if not logit_scale or (logit_cap is not None and logit_cap <= 0):
+            raise PipelineError(f"logit_scale is {logit_scale} and logit_cap {logit_cap}: the scale must not be 0, and a cap be above 0")
+        self.logit_map = LogitMap(logit_scale, logit_cap)
         self.bias = None if bias is None else self._take(bias, len(self.weight))
         self.ignore_index = ignore_index
         self.dtype = torch.promote_types(self.weight.dtype, torch.float32)
@@ -407,7 +420,7 @@ class SpreadHead(_RowShard):
         """S without targets: the logits of the rank's rows, with which the microbatch ends. Every rank joins COMBINE with nothing."""
         hidden = self.lane.take(self._inputs.pop(unit))
         with torch.no_grad():
-            return functional.linear(hidden, self.weight, self.bias)
+            return self.logit_map.apply(functional.linear(hidden, self.weight, self.bias))
 
     def join_nothing(self) -> None:
         """COMBINE without targets."""
@@ -427,21 +440,29 @@ class SpreadHead(_RowShard):
         if len(targets) != len(hidden):
             raise PipelineError(f"microbatch {unit} has {len(hidden)} tokens, but {len(targets)} targets")
         counts = targets != self.ignore_index
-        scale = counts * torch.as_tensor(weights, dtype=self.dtype, device=targets.device)
+        scale = counts * torch.as_tensor(weights, dtype=self.dtype, device=targets.device) * self.logit_map.scale
         own, place = self._find(targets)
         own &= counts
         with torch.no_grad():
-            logits = functional.linear(hidden, self.weight, self.bias)
-            returned = logits.clone().view(*shape, -1) if outputs else None
-            logits = logits.to(self.dtype)
+            output = functional.linear(hidden, self.weight, self.bias)
+            returned = self.logit_map.apply(output.clone()).view(*shape, -1) if outputs else None
+            logits = self.logit_map.apply(output.to(self.dtype))
+            slopes = self._compute_slopes(logits) if gradients else None
             largest = logits.amax(dim=1)
             picked = torch.where(own, logits.gather(1, place[:, None])[:, 0], 0.0)
             exponentials = logits.sub_(largest[:, None]).exp_()
-            gradient = (exponentials.to(self.weight.dtype) @ self.weight).to(self.dtype) if gradients else None
             total = exponentials.sum(dim=1)
+            if slopes is not None:
+                exponentials *= slopes
+            gradient = (exponentials.to(self.weight.dtype) @ self.weight).to(self.dtype) if gradients else None
         kept = exponentials if gradients and self._trains else None
-        self._shares[unit] = _Share(hidden if gradients else None, kept, largest, total, picked, gradient, own, place, scale)
+        slope = None if slopes is None else self._compute_slopes(picked)
+        self._shares[unit] = _Share(hidden if gradients else None, kept, largest, total, picked, gradient, slope, own, place, scale)
         return returned
+
+    def _compute_slopes(self, logits: Tensor) -> Tensor | None:
+        """The derivative of capped logits by the uncapped ones; None without a cap."""
+        return None if self.logit_map.cap is None else 1 - (logits / self.logit_map.cap) ** 2
 
     def join_combine(self, unit: int) -> None:
         """COMBINE: the largest logit and the sum of exponentials over all rows, the losses, and the gradient of the head's input."""
@@ -463,7 +484,8 @@ class SpreadHead(_RowShard):
         losses = torch.where(share.scale != 0, total.log() + largest - picked, 0.0)
         if share.hidden is None or share.gradient is None:
             return _Combined(factor, losses, None)
-        gradient = share.gradient * factor[:, None] - torch.where(share.own[:, None], self.weight.detach()[share.place], 0.0)
+        target = share.take_target_slopes(share.gradient.dtype)[:, None] * self.weight.detach()[share.place]
+        gradient = share.gradient * factor[:, None] - target
         gradient = self.lane.sum_on(self.owner, gradient * share.scale[:, None])
         return _Combined(factor, losses, gradient.to(share.hidden.dtype))
 
@@ -487,7 +509,7 @@ class SpreadHead(_RowShard):
         with torch.no_grad():
             assert share.hidden is not None
             errors = share.exponentials.mul_(combined.factor[:, None])
-            errors[torch.arange(len(errors), device=errors.device), share.place] -= share.own.to(errors.dtype)
+            errors[torch.arange(len(errors), device=errors.device), share.place] -= share.take_target_slopes(errors.dtype)
             errors *= share.scale[:, None]
             if self.bias is not None and self.bias.requires_grad:
                 _add_gradient(self.bias, errors.sum(dim=0))

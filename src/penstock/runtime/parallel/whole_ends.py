@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.runtime.batch.loss import LogitMap
+from penstock.runtime.model.spread_ends import FirstInput
 from penstock.runtime.model.tied_parameters import Gather
 from penstock.runtime.parallel.spread_vocabulary import SpreadVocabulary
 
@@ -19,6 +22,8 @@ class WholeEnds:
 
     embedding: nn.Embedding | None
     head: nn.Linear | None
+    logit_map: LogitMap
+    first_input: FirstInput
     rows: dict[str, tuple[Tensor, slice]]
     """The rows of all ranks under their own names: the whole parameter, and their place in it."""
 
@@ -42,10 +47,21 @@ class WholeEnds:
         modules = {vocabulary.names["head"]: head, vocabulary.names["embedding"]: embedding}
         parameters = {f"{name}.{kind}": value for name, end in modules.items() if end is not None for kind, value in end.named_parameters()}
         everyone = gather("rows of the vocabulary", vocabulary.describe_rows())
-        return cls(embedding, head, {name: (parameters[whole], rows) for own in everyone for name, (whole, rows) in own.items()})
+        forms = vocabulary.logit_map, vocabulary.first_input
+        return cls(embedding, head, *forms, {name: (parameters[whole], rows) for own in everyone for name, (whole, rows) in own.items()})
 
     def copy(self) -> WholeEnds:
-        return copy.deepcopy(self)
+        ends = copy.deepcopy((self.embedding, self.head, self.rows))
+        return replace(self, embedding=ends[0], head=ends[1], rows=ends[2])
+
+    def embed(self, args: tuple[Any, ...]) -> Any:
+        """The input of the first stage for the arguments of a microbatch."""
+        assert self.embedding is not None
+        return self.first_input.add_embeddings(args, self.embedding(self.first_input.find_tokens(args)))
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        assert self.head is not None
+        return self.logit_map.apply(self.head(hidden))
 
     def list_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """The gradient of every rank's rows."""

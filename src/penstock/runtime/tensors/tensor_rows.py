@@ -31,6 +31,10 @@ class TensorRows:
     def is_meta(self) -> bool:
         return self.rows.is_meta
 
+    def take_from(self, whole: Tensor) -> Tensor:
+        """These rows of another tensor of the same shape, which has them all."""
+        return whole[self.first : self.first + len(self.rows)]
+
     def with_rows(self, rows: Tensor) -> TensorRows:
         """The same rows of another tensor, with as many rows."""
         return replace(self, rows=rows)

@@ -17,7 +17,9 @@ from torch.nn.modules.batchnorm import _NormBase as NormBase  # noqa: E402
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm  # noqa: E402
 
 __all__ = [
+    "BUFFERS",
     "CHILDREN",
+    "PARAMETERS",
     "BatchNorm",
     "InstanceNorm",
     "NormBase",
@@ -35,6 +37,9 @@ check_private(
     nn.Module(),
     *("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_non_persistent_buffers_set", "_compiled_call_impl"),
 )
+
+PARAMETERS, BUFFERS = "_parameters", "_buffers"
+"""The attributes with a module's own parameters and buffers, which copies of a module replace."""
 
 own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")

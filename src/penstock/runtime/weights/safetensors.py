@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.errors import FileFormatError, WeightsError
 from penstock.ir.formats.reading import check_fields, parse_json, read_json
+from penstock.runtime.tensors.tensor_rows import TensorRows
 from penstock.runtime.torch_internals.modules import non_persistent_buffers, own_buffers
 from penstock.runtime.weights.source import OwnedTensors, put
 
@@ -111,15 +112,19 @@ class Safetensors:
         for ident, names in owned.names().items():
             saved = [name for name in map(self.rename, names) if name in files]
             if saved:
-                self._read_into(tensors[ident], saved[0], files[saved[0]])
+                self._read_into(tensors[ident], saved[0], files[saved[0]], owned.rows.get(ident))
             elif self.strict and ident not in optional:
                 raise WeightsError(f"{self.path} has no {' or '.join(dict.fromkeys(map(self.rename, names)))}")
 
-    def _read_into(self, tensor: Tensor, name: str, file: SafetensorsFile) -> None:
+    def _read_into(self, tensor: Tensor, name: str, file: SafetensorsFile, shard: TensorRows | None) -> None:
+        """Read a tensor, or only these rows of it."""
         value = file.read(name)
         if value.shape != tensor.shape:
             raise WeightsError(f"{file.path} has {name} with shape {list(value.shape)}, but the model's has {list(tensor.shape)}")
-        put(tensor, value, self.device)
+        if shard is None:
+            put(tensor, value, self.device)
+        else:
+            put(shard.rows, shard.take_from(value), self.device)
 
     def files(self) -> dict[str, SafetensorsFile]:
         """The file of each tensor, by the tensor's name."""

@@ -4,7 +4,8 @@ Initial values do not depend on who draws them: they are the same for the whole 
 layer depends on everything drawn before it. So every module, or every layer, draws from its own stream, derived from the seed and its
 name; or (`Replayed`) each rank builds the whole model again, draws everything in the same order, and keeps the values of its own stages.
 The memory of a finished module whose values belong to other ranks is freed before the next module is built: memory never holds more than
-this rank's own values and one module, or a few tensors if an initialisation visits all at the end.
+this rank's own values and one module, or a few tensors if an initialisation visits all at the end. Of the ends of a spread vocabulary a
+rank keeps its rows; a source that draws values holds them whole until it is done, and `Safetensors` reads only the rows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from penstock.errors import WeightsError
 from penstock.runtime.model.partition import Partition
 from penstock.runtime.model.random_streams import draw_from, preserve_random_state
+from penstock.runtime.tensors.tensor_rows import TensorRows
 from penstock.runtime.torch_internals import pytree
 from penstock.runtime.torch_internals.autograd import TorchDispatchMode
 from penstock.runtime.torch_internals.lookup import find_private
@@ -38,6 +40,9 @@ class OwnedTensors:
     """The parts of the model by name; a whole model is one part with an empty name."""
     idents: frozenset[int]
     """The object identities of the tensors that need values."""
+    rows: Mapping[int, TensorRows] = field(default_factory=dict)
+    """For tensors on the meta device of which this rank has some rows only, as of a spread vocabulary: these, by the identity of the
+    whole. A source may fill them in place of the whole one."""
 
     @classmethod
     def of(cls, model: nn.Module | OwnedTensors) -> OwnedTensors:
@@ -72,8 +77,17 @@ class OwnedTensors:
 
     def select_unset(self) -> OwnedTensors:
         """Those that are still on the meta device."""
-        missing = frozenset(id(tensor) for _, tensor in self.list_tensors() if id(tensor) in self.idents and tensor.is_meta)
-        return OwnedTensors(self.modules, missing)
+        own = (tensor for _, tensor in self.list_tensors() if id(tensor) in self.idents)
+        missing = frozenset(id(tensor) for tensor in own if self.rows.get(id(tensor), tensor).is_meta)
+        return OwnedTensors(self.modules, missing, self.rows)
+
+    def take_rows(self) -> None:
+        """Take this rank's rows of tensors that a source has filled, and free the whole ones."""
+        for tensor in {id(tensor): tensor for _, tensor in self.list_tensors() if id(tensor) in self.rows}.values():
+            shard = self.rows[id(tensor)]
+            if not tensor.is_meta:
+                put(shard.rows, shard.take_from(tensor.detach()), tensor.device)
+                drop(tensor)
 
 
 class WeightSource(Protocol):
@@ -85,6 +99,7 @@ class WeightSource(Protocol):
     - give values to tensors with `put`, which keeps the objects, so that tied layers and optimizers see them. It may skip tensors, which
       are left to the next source; a tensor that no source has filled is an error of the pipeline;
     - leave all tensors that are not in `model.idents` without values, because they belong to other ranks and may not fit here;
+    - fill a tensor in `model.rows`, or only this rank's rows of it, which the pipeline takes from the whole one otherwise;
     - give a tensor the same values on every rank and for every partition, because replicas and tied copies are not compared;
     - leave torch's random state as it was.
 
@@ -103,18 +118,28 @@ def list_tensors(prefix: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]
     yield from module.named_buffers(prefix, remove_duplicate=False)
 
 
-def give_weights(weights: Weights, model: Any, partition: Partition, stages: Iterable[int]) -> None:
-    """Give values to the tensors of these stages from one source after the other; raises if a tensor is left without values."""
+def give_weights(
+    weights: Weights, model: Any, partition: Partition, stages: Iterable[int], ends: Sequence[tuple[Tensor, TensorRows | None]] = ()
+) -> None:
+    """Give values to the tensors of these stages from one source after the other; raises if a tensor is left without values.
+
+    `ends` are tensors of layers that are in no stage, and the rows that this rank needs, unless it needs the whole one.
+    """
     parts = [part for index in stages if (part := partition.parts[index]) is not None]
     tensors = [tensor for part in parts for layer in part.modules for _, tensor in list_tensors("", layer)]
     if isinstance(model, nn.Module):
         modules: dict[str, nn.Module] = {"": model}
     else:
         modules = {str(k): module for k, module in (model.items() if isinstance(model, Mapping) else enumerate(model))}
-    owned = OwnedTensors(modules, frozenset(map(id, tensors)))
+    rows = {id(tensor): shard for tensor, shard in ends if shard is not None and tensor.is_meta}
+    owned = OwnedTensors(modules, frozenset(map(id, [*tensors, *(tensor for tensor, _ in ends)])), rows)
     sources = [] if weights is None else [weights] if callable(weights) else list(weights)
     for number, source in enumerate(sources):
         source(owned if number == 0 else owned.select_unset())
+        owned.take_rows()
+    for tensor, shard in ends if sources else ():
+        if shard is not None and id(tensor) not in rows:
+            put(shard.rows, shard.take_from(tensor.detach()), tensor.device)
     missing = [names[0] for names in owned.select_unset().names().values()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

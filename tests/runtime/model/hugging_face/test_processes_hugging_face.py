@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import penstock as ps
 from models import tiny
 from models.tiny import batch, by_whole
 from penstock.runtime import Checkpoints, Initial, Pipeline, Safetensors
@@ -81,3 +82,45 @@ def test_weights_from_a_file_of_transformers_and_checkpoints(workers: Workers, t
         assert torch.equal(first, by_whole(model, inputs, 3).loss)
         assert torch.equal(second, loaded)
         assert second < first
+
+
+def spread_over_ranks(folder: str, file: str, inputs: Any) -> Any:
+    """A step whose tied vocabulary is spread over two ranks, saved and loaded again; each rank reads its rows of the file."""
+    torch.set_num_threads(1)
+    schedule = ps.spread_vocabulary(ps.schedule("1f1b", ranks=2, microbatches=3))
+
+    def build() -> Pipeline:
+        with torch.device("meta"):
+            model = MODELS["tied"]()
+        tables = Initial(seed=0, init=lambda name, module: model._init_weights(module))
+        return Pipeline(model, schedule, weights=(Safetensors(file, strict=False), tables))
+
+    pipe, again = build(), build()
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
+    first, gradients = pipe.step(inputs).loss, {name: value.grad.clone() for name, value in pipe.named_parameters()}
+    optimizer.step()
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(pipe, optimizer, step=1)
+        checkpoints.load_latest(again)
+    return first, gradients, pipe.eval_step(inputs).loss, again.eval_step(inputs).loss
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("by_value")
+def test_a_vocabulary_that_is_spread_over_the_ranks(workers: Workers, tmp_path: Path) -> None:
+    model, inputs = MODELS["tied"](), batch()
+    model.save_pretrained(tmp_path / "pretrained")
+    found = workers.run(spread_over_ranks, (str(tmp_path / "run"), str(tmp_path / "pretrained"), inputs), ranks=2)
+    loss = model(**inputs, use_cache=False).loss
+    loss.backward()
+    wanted, counts = dict(model.named_parameters()), dict.fromkeys(dict(model.named_parameters()), 0)
+    for first, gradients, second, loaded in found:
+        torch.testing.assert_close(first, loss.detach(), rtol=1e-6, atol=0)
+        assert second < first
+        assert torch.equal(second, loaded)
+        for key, gradient in gradients.items():
+            name, _, rows = key.partition("[")
+            own = slice(*map(int, rows[:-1].split(":"))) if rows else slice(None)
+            torch.testing.assert_close(gradient, wanted[name].grad[own], rtol=1e-5, atol=1e-7)
+            counts[name] += gradient.numel()
+    assert counts == {name: parameter.numel() for name, parameter in wanted.items()}

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from penstock.errors import PlacementError, ScheduleError
-from penstock.runtime.batch.loss import Loss
+from penstock.runtime.batch.loss import Loss, NextTokenCrossEntropy
 from penstock.runtime.batch.slices import IGNORED, SequenceCutter, starts_of
 from penstock.runtime.model.hugging_face.structure import ModelStructure, find_structure
 from penstock.runtime.sequence.prefix import prefix_of
@@ -101,12 +100,7 @@ def adapt_cutter(cutter: SequenceCutter, model: Any, *, own_loss: bool) -> Seque
     def loss(scores: Tensor, labels: Tensor) -> Any:
         return own(logits=scores, labels=labels, shift_labels=labels.contiguous(), vocab_size=vocabulary)
 
-    return replace(cutter, model_target=shift_labels, loss=Loss(loss, cutter.loss.reduction, counts=_count_valid))
-
-
-def shift_labels(labels: Tensor) -> Tensor:
-    """Move labels to the token before, which predicts them; the last token predicts none."""
-    return functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+    return replace(cutter, model_target=NextTokenCrossEntropy(IGNORED).align, loss=Loss(loss, cutter.loss.reduction, counts=_count_valid))
 
 
 def _count_valid(labels: Tensor) -> Tensor:

@@ -12,14 +12,25 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import PlacementError, ScheduleError
-from penstock.runtime.model.hugging_face.stage_module import HuggingFaceStage, StandIn, find_hidden, find_router_loss, is_embedding
+from penstock.runtime.batch.loss import NextTokenCrossEntropy
+from penstock.runtime.model.hugging_face.stage_module import (
+    EMBEDDINGS,
+    HuggingFaceStage,
+    StandIn,
+    find_hidden,
+    find_router_loss,
+    is_embedding,
+)
 from penstock.runtime.model.hugging_face.structure import (
+    NO_ENDS,
+    EndPaths,
     ModelStructure,
     RunOrder,
     check_layerdrop,
@@ -55,25 +66,45 @@ class HuggingFace:
 
     def cut(self, model: Any, stages: int) -> Partition:
         """Cut the model into stages."""
-        units = _ModelUnits(model)
+        units = ModelUnits(model)
         cuts = cut_units(units.modules(), stages, self.sizes, model, unit="unit", more=", the layers and what is before and after them")
         return Partition(tuple(units.make_parts(cuts)))
 
     def units(self, model: Any) -> list[tuple[str, nn.Module]]:
         """Return every unit as a module, with its name, as a profile measures them."""
-        units = _ModelUnits(model)
+        units = ModelUnits(model)
         parts = units.make_parts([range(unit, unit + 1) for unit in range(units.count)])
         return [(units.title(unit), part.module) for unit, part in enumerate(parts)]
 
     def loss(self, model: Any) -> Callable[[Any, Any], Any]:
         """Return the model's own loss of scores and labels, which shifts the labels itself."""
         structure = find_structure(model)
-        own, vocabulary = structure.model.loss_function, structure.config.vocab_size
+        return ModelLoss(structure.model.loss_function, structure.config.vocab_size)
 
-        def loss(scores: Tensor, labels: Tensor) -> Any:
-            return own(logits=scores, labels=labels, vocab_size=vocabulary)
 
-        return loss
+class ModelLoss:
+    """The own loss of a model."""
+
+    def __init__(self, own: Callable[..., Any], vocabulary: int) -> None:
+        self.own, self.vocabulary = own, vocabulary
+
+    def __call__(self, scores: Tensor, labels: Tensor) -> Any:
+        return self.own(logits=scores, labels=labels, vocab_size=self.vocabulary)
+
+    @cached_property
+    def token_entropy(self) -> NextTokenCrossEntropy | None:
+        """The mean cross-entropy of the next tokens, if the loss is that for random scores and labels, some of them ignored."""
+        entropy = NextTokenCrossEntropy(IGNORED)
+        draws = torch.Generator().manual_seed(0)
+        scores = torch.randn(_ROWS, _LENGTH, self.vocabulary, generator=draws)
+        labels = torch.randint(self.vocabulary, (_ROWS, _LENGTH), generator=draws)
+        labels[0, 2] = IGNORED
+        with torch.no_grad():
+            try:
+                agrees = torch.allclose(self(scores, labels), entropy(scores, labels), rtol=1e-4)
+            except Exception:  # a model may have a loss of anything
+                return None
+        return entropy if agrees else None
 
 
 def count_labels(labels: Tensor) -> Tensor:
@@ -108,10 +139,12 @@ def recognise_model(
     return split, loss_fn, weight
 
 
-class _ModelUnits:
+class ModelUnits:
     """The units of a model that can be cut between its layers: the head, each layer, and the tail."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, ends: EndPaths = NO_ENDS) -> None:
+        """`ends` are in no unit."""
+        self.ends = ends
         self.structure = find_structure(model)
         self.order, self.router_loss = find_run_order(self.structure), find_router_loss(self.structure)
         self.count = self.structure.count + 2
@@ -119,7 +152,7 @@ class _ModelUnits:
     def _list_paths(self, unit: int) -> Sequence[str]:
         if 0 < unit < self.count - 1:
             return [f"{self.structure.layers}.{unit - 1}"]
-        return self.order.tail if unit else self.order.head
+        return [path for path in (self.order.tail if unit else self.order.head) if path not in self.ends.list_paths()]
 
     def modules(self) -> list[list[nn.Module]]:
         """Return the modules of each unit."""
@@ -130,18 +163,18 @@ class _ModelUnits:
 
     def make_parts(self, cuts: Sequence[range]) -> list[Part]:
         """Return one stage per range of units, after trying that the stages compute what the whole model does."""
-        try_cuts(self.structure, self.order, cuts)
-        stages = [HuggingFaceStage(self.structure, self.order, units, self.router_loss) for units in cuts]
+        try_cuts(self.structure, self.order, cuts, self.ends)
+        stages = [HuggingFaceStage(self.structure, self.order, units, self.router_loss, self.ends) for units in cuts]
         return [Part(stage, tuple(map(self.structure.full_name, stage.names)), tuple(stage.parts)) for stage in stages]
 
 
-def _has_parameters(module: nn.Module) -> bool:
+def has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
 def _copy_to_host(module: nn.Module) -> nn.Module:
     """Return the module, or if it has only buffers and some on the meta device, a copy with zeros on the host."""
-    if _has_parameters(module) or not any(buffer.is_meta for buffer in module.buffers()):
+    if has_parameters(module) or not any(buffer.is_meta for buffer in module.buffers()):
         return module
     host = copy.deepcopy(module).to_empty(device="cpu")
     for buffer in host.buffers():
@@ -199,7 +232,7 @@ class _TracedModule(StandIn):
     def __init__(self, original: nn.Module, trace: _Trace, path: str) -> None:
         super().__init__()
         self.original, self.trace, self.path = _copy_to_host(original), trace, path
-        self.has_parameters = _has_parameters(original)
+        self.has_parameters = has_parameters(original)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         trace, value = self.trace, find_hidden(args, kwargs)
@@ -242,7 +275,7 @@ def _run_traced(structure: ModelStructure, trace: _Trace) -> None:
 
 
 def _make_order(structure: ModelStructure, trace: _Trace) -> RunOrder:
-    holding = {path for path, module in structure.around.items() if _has_parameters(module)}
+    holding = {path for path, module in structure.around.items() if has_parameters(module)}
     head, tail = list(dict.fromkeys(trace.before)), list(dict.fromkeys(trace.after))
     unused = [path for path in holding if path not in head and path not in tail]
     both = [path for path in head if path in tail]
@@ -295,17 +328,21 @@ def digest_tensor(value: Tensor) -> Tensor:
     return (torch.atan(flat) * torch.cos(torch.arange(len(flat), device=flat.device))).mean()
 
 
-def try_cuts(structure: ModelStructure, order: RunOrder, cuts: Sequence[range]) -> None:
+def try_cuts(structure: ModelStructure, order: RunOrder, cuts: Sequence[range], ends: EndPaths) -> None:
     """Refuse a model whose stages, of these units each, do not compute what it computes as a whole."""
-    cheap = _make_cheap(structure, order)
-    stages = [HuggingFaceStage(cheap, order, units, None) for units in cuts]
+    cheap = make_cheap(structure, order)
+    stages = [HuggingFaceStage(cheap, order, units, None, ends) for units in cuts]
     for inputs in _make_inputs(structure):
         with torch.no_grad():
             try:
                 expected = cheap.model(**inputs, **structure.options).logits
                 output: Any = inputs
+                if ends.embedding is not None:
+                    output = inputs | {EMBEDDINGS: cheap.around[ends.embedding](inputs["input_ids"])}
                 for stage in stages:
                     output = stage(output)
+                if ends.head is not None:
+                    output = ends.logits.apply(cheap.around[ends.head](output))
             except Exception as error:  # models may raise anything when a stage lacks something
                 raise _make_refusal(structure, f"they fail on {_LENGTH} tokens ({type(error).__name__}: {error})") from error
         if output.shape != expected.shape or not torch.allclose(output, expected, equal_nan=True):
@@ -319,11 +356,11 @@ def _make_refusal(structure: ModelStructure, fault: str) -> PlacementError:
     )
 
 
-def _make_cheap(structure: ModelStructure, order: RunOrder) -> ModelStructure:
+def make_cheap(structure: ModelStructure, order: RunOrder) -> ModelStructure:
     """Return the same model without parameters, and without anything random."""
     width = structure.config.hidden_size
     around: dict[str, nn.Module] = {
-        path: _CheapModule(module, number, width) if _has_parameters(module) else copy.deepcopy(_copy_to_host(module)).eval()
+        path: _CheapModule(module, number, width) if has_parameters(module) else copy.deepcopy(_copy_to_host(module)).eval()
         for number, (path, module) in enumerate(structure.around.items())
     }
     layers = nn.ModuleList(_CheapLayer(block, number, width, order.tuples) for number, block in enumerate(structure.blocks))

@@ -7,6 +7,7 @@ over stages: its two sums, with one number per expert each, are sent along too, 
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,12 +21,22 @@ from torch.nn import functional
 from penstock.errors import PlacementError, ScheduleError
 from penstock.runtime.batch.result import add_loss
 from penstock.runtime.model.hugging_face.slices import DOCUMENTS, LAST_POSITION, POSITIONS, SliceInputs, depends_on_length
-from penstock.runtime.model.hugging_face.structure import ModelStructure, RunOrder, check_layerdrop, copy_with, modules_on_path
+from penstock.runtime.model.hugging_face.structure import (
+    NO_ENDS,
+    EndPaths,
+    ModelStructure,
+    RunOrder,
+    check_layerdrop,
+    copy_with,
+    modules_on_path,
+)
 from penstock.runtime.model.random_streams import draw_from, preserve_random_state
 from penstock.runtime.sequence.prefix import Slice, current_slice, prefix_of
-from penstock.runtime.torch_internals.modules import CHILDREN
+from penstock.runtime.torch_internals.modules import CHILDREN, PARAMETERS
 
 _HIDDEN, _ROUTERS = "hidden_states", "router_sums"
+EMBEDDINGS = "token_embeddings"
+"""The input with the embeddings of the tokens, if the embedding is spread over the ranks."""
 _TOKENS = ("input_ids", "inputs_embeds")
 _PLAIN = (bool, int, float, str)
 RouterSums = tuple[Tensor, Tensor, Any]
@@ -126,22 +137,28 @@ class HuggingFaceStage(nn.Module):
     sliceable = True
     """Its layers reach earlier slices through a cache; models that cannot are refused by `slices.check_model`."""
 
-    def __init__(self, structure: ModelStructure, order: RunOrder, units: range, router_loss: RouterLoss | None) -> None:
+    def __init__(
+        self, structure: ModelStructure, order: RunOrder, units: range, router_loss: RouterLoss | None, ends: EndPaths = NO_ENDS
+    ) -> None:
+        """`ends` are in no stage: the first one gets the embeddings of the tokens as an input, and the last one returns the head's."""
         super().__init__()
         last = structure.count + 1
-        self.first, self.last, self.router_loss = 0 in units, last in units, router_loss
+        self.first, self.last, self.router_loss, self.ends = 0 in units, last in units, router_loss, ends
         layers = [f"{structure.layers}.{unit - 1}" for unit in units if 0 < unit < last]
-        first, *others = dict.fromkeys([*(order.head if self.first else ()), *layers, *(order.tail if self.last else ())])
+        inside = [*(order.head if self.first else ()), *layers, *(order.tail if self.last else ())]
+        first, *others = dict.fromkeys(name for name in inside if name not in ends.list_paths())
         self.names = (first, *order.tables, *others)
         self.parts = nn.ModuleList(structure.model.get_submodule(name) for name in self.names)
         self.state, self.draws = StageState(), False
         self.calls: Mapping[str, Callable[..., Any]] = {}
         """Functions to run in place of modules during one forward, by the keys of `list_units`: recomputed layers, for example."""
-        self._units = [order.head if not unit else () if unit == last else (f"{structure.layers}.{unit - 1}",) for unit in units]
+        head = tuple(path for path in order.head if path != ends.embedding)
+        self._units = [head if not unit else () if unit == last else (f"{structure.layers}.{unit - 1}",) for unit in units]
         whole = copy_with(structure.model, self._make_slots(structure, order, units))
         # In a tuple, so that the parameters are those of the parts alone, each once and in their order.
         self._own = (whole if self.last else whole.get_submodule(structure.base),)
         self._path = tuple(modules_on_path(whole, structure.layers))
+        self._stubs = tuple(module for module in whole.modules() if isinstance(module, (_GivenEmbedding, HeadInput)))
         self._options = structure.options
         self._config = structure.config
 
@@ -159,14 +176,16 @@ class HuggingFaceStage(nn.Module):
         replaced: dict[str, nn.Module] = {structure.layers: nn.ModuleList(slots)}
         for path in order.head:
             original = structure.around[path]
-            replaced[path] = LayerSlot(original, state, original, path) if self.first else EmptySlot(original, state)
+            module = substitute_embedding(original, state) if path == self.ends.embedding else original
+            replaced[path] = LayerSlot(original, state, module, path) if self.first else EmptySlot(original, state)
         for path in order.tables:
             if depends_on_length(structure.around[path]):
                 replaced[path] = TableSlot(structure.around[path], state)
         after = []
         for path in order.tail:
             original, again = structure.around[path], path in replaced
-            slot = LayerSlot(original, state, original if self.last else None, f"{path} after" if again else path)
+            module = HeadInput(original, state) if path == self.ends.head else original
+            slot = LayerSlot(original, state, module if self.last else None, f"{path} after" if again else path)
             replaced[path] = BeforeAndAfter(state, replaced[path], slot) if again else slot
             after.append(slot)
         if not self.last:
@@ -187,6 +206,8 @@ class HuggingFaceStage(nn.Module):
         hidden, carried, sums = self._read_inputs(args, kwargs)
         self._begin(hidden)
         model, state, mask = self._own[0], self.state, carried.get("attention_mask")
+        state.embeddings = carried.pop(EMBEDDINGS, None)
+        self._place_stubs(state.embeddings if hidden is None else hidden)
         inputs: dict[str, Any] = {"inputs_embeds": hidden.detach()} if not self.first and hidden is not None else {}
         inputs |= {name: carried.pop(name) for name in _TOKENS if name in carried}
         options, of_slice = self._options, {}
@@ -199,9 +220,9 @@ class HuggingFaceStage(nn.Module):
         try:
             with self._watch_routers() as logits:
                 out = model(**inputs, **{**carried, **options})
-            output = out.logits if self.last else state.output
+            output = out.logits if self.last and self.ends.head is None else state.output
         finally:
-            state.input = state.output = state.seed = state.slice = None
+            state.input = state.output = state.seed = state.slice = state.embeddings = None
         if self.router_loss is not None:
             sums = self.router_loss.add(sums, logits, mask)
         return self._make_output(output, carried | of_slice, sums, part)
@@ -218,6 +239,12 @@ class HuggingFaceStage(nn.Module):
         for module in self._path:
             module.training = training
         check_layerdrop(self._path)
+
+    def _place_stubs(self, value: Tensor | None) -> None:
+        """Give what takes the place of a spread end the device of the hidden states, if the model was built on the meta device."""
+        for stub in self._stubs:
+            if stub.weight.is_meta and value is not None:
+                stub.weight = nn.Parameter(torch.empty_like(stub.weight, device=value.device), requires_grad=False)
 
     def _read_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any], RouterSums | None]:
         """Return the hidden states of the stage before, the model's other inputs, and the sums of the routers so far."""
@@ -237,6 +264,8 @@ class HuggingFaceStage(nn.Module):
 
     def _make_output(self, output: Any, carried: dict[str, Any], sums: RouterSums | None, part: Slice | None) -> Any:
         """Return the logits, or the hidden states with the inputs that later stages need."""
+        if output is None:
+            raise ScheduleError(f"the forward of the model never came past {self.names[-1]}")
         if self.last:
             if self.router_loss is not None and part is not None and sums is not None:
                 sums = _sum_slices(sums)
@@ -244,8 +273,6 @@ class HuggingFaceStage(nn.Module):
             if loss is not None and (part is None or part.last):
                 add_loss(loss if part is None else loss / part.share)
             return output
-        if output is None:
-            raise ScheduleError(f"the forward of the model never came past {self.names[-1]}")
         more = {name: value for name, value in carried.items() if value is not None}
         if sums is not None:
             more[_ROUTERS] = sums
@@ -266,6 +293,8 @@ class StageState:
     def __init__(self) -> None:
         self.input: Tensor | None = None
         self.output: Tensor | None = None
+        self.embeddings: Tensor | None = None
+        """The embeddings of the tokens, if they were looked up elsewhere, until the forward takes them."""
         self.seed: int | None = None
         """The seed that the forward begins with, if it draws from one stream per layer."""
         self.in_layers = False
@@ -274,6 +303,16 @@ class StageState:
         """The slice that the forward runs on; None for whole sequences."""
         self.calls: Mapping[str, Callable[..., Any]] = {}
         """Functions that run in place of modules, by the names of their slots."""
+
+    def take_embeddings(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of the tokens, once per forward."""
+        given, self.embeddings = self.embeddings, None
+        if given is None or given.shape[:-1].numel() != tokens.numel():
+            raise ScheduleError(
+                "the model looks up more in its embedding than input_ids, which only the ranks that share the embedding could: leave out "
+                "token_type_ids and the like, or keep the embedding in its stage with ps.Vocabulary(embedding=False)"
+            )
+        return given.view(*tokens.shape, -1)
 
 
 class StandIn(nn.Module):
@@ -380,6 +419,65 @@ class BeforeAndAfter(StandIn):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return (self.after if self.state.in_layers else self.before)(*args, **kwargs)
+
+
+class _GivenEmbedding(nn.Embedding):
+    """An embedding whose rows were looked up elsewhere."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name
+        state: Any = self.state
+        embeddings: Tensor = state.take_embeddings(input)
+        return embeddings
+
+
+class _GivenStandIn(StandIn):
+    """The same in place of a stand-in."""
+
+    def __init__(self, original: nn.Module, state: StageState) -> None:
+        super().__init__()
+        self.original, self.state = original, state
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.state.take_embeddings(tokens)
+
+
+def substitute_embedding(original: nn.Module, state: StageState) -> nn.Module:
+    """Return what takes the place of an embedding that is spread over the ranks.
+
+    A class of its own may do more than to look up rows, such as to multiply them. Its forward then runs here, with the rows that the ranks
+    have looked up as the result of `super().forward`.
+    """
+    if not isinstance(original, nn.Embedding):
+        return _GivenStandIn(original, state)
+    kind = type(original)
+    is_plain = kind.forward is nn.Embedding.forward
+    twin = copy.copy(original)
+    twin.__class__ = _GivenEmbedding if is_plain else type(f"Given{kind.__name__}", (kind, _GivenEmbedding), {})
+    vars(twin)["state"] = state
+    twin.__dict__[PARAMETERS] = {"weight": _shrink(original.weight)}
+    return twin
+
+
+class HeadInput(StandIn):
+    """The place of a head that is spread over the ranks: it takes out its input as the output of the stage."""
+
+    def __init__(self, original: nn.Module, state: StageState) -> None:
+        super().__init__()
+        self.state = state
+        weight = getattr(original, "weight", None)
+        self.weight = _shrink(weight if isinstance(weight, Tensor) else torch.empty(0, 0))
+        self.copy_attributes(original)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.state.output is not None:
+            raise ScheduleError("the model runs its head twice in one forward: keep it in its stage with ps.Vocabulary(head=False)")
+        self.state.output = hidden
+        return hidden
+
+
+def _shrink(weight: Tensor) -> nn.Parameter:
+    """Return a weight without rows, which a model may ask for its type and device."""
+    return nn.Parameter(weight.detach().new_empty(0, weight.shape[1]), requires_grad=False)
 
 
 def is_embedding(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PlacementError
+from penstock.runtime.batch.loss import NO_MAP, LogitMap
 from penstock.runtime.torch_internals.modules import CHILDREN, own_buffers, own_children, own_parameters
 
 _ADVICE = 'give split=Layers("blocks", head=[...], tail=[...]) or a list with one module per stage'
@@ -74,6 +75,22 @@ class RunOrder:
     """Those without parameters that every stage needs, such as rotary tables."""
     tuples: bool
     """Whether layers return tuples that begin with the hidden states."""
+
+
+@dataclass(frozen=True)
+class EndPaths:
+    """The token embedding and the head, as far as they are spread over the ranks and so in no stage."""
+
+    embedding: str | None = None
+    head: str | None = None
+    logits: LogitMap = NO_MAP
+    """How the output of that head becomes logits."""
+
+    def list_paths(self) -> list[str]:
+        return [path for path in (self.embedding, self.head) if path is not None]
+
+
+NO_ENDS = EndPaths()
 
 
 def is_transformers_model(model: Any) -> bool:
