@@ -52,6 +52,8 @@ _NEAR = 0.003
 """An order that is slower than the best by no more than this share is placed anew for its own costs."""
 _MOST_PLACED = 150_000
 """Compute actions of the longest order that is placed anew, and in which S and T are placed at all once a configuration fits."""
+_MOST_KEPT = 1_000_000
+"""Actions of all orders with a shared vocabulary that are kept to be timed again: about a gigabyte."""
 _TIMED_BY = {Kind.F: (0,), Kind.I: (1,), Kind.W: (2,), Kind.B: (1, 2)}
 """The rows of `list_times` that an action takes."""
 
@@ -79,6 +81,10 @@ class ScheduleTrial:
     def seconds(self) -> float:
         return math.inf if self.timed is None else self.timed.time_or_inf
 
+    def keep_figures(self) -> ScheduleTrial:
+        """The same without its order and timeline, which take much memory."""
+        return self if self.timed is None else replace(self, timed=replace(self.timed, timed=None))
+
 
 @dataclass(frozen=True)
 class ScheduleTemplate:
@@ -88,6 +94,10 @@ class ScheduleTemplate:
     moments: tuple[PeakMoment, ...]
     path: Ints
     """How often each stage (column) runs F, I and W (rows) along one chain of actions that wait for each other: no costs make it faster."""
+
+    def __len__(self) -> int:
+        """Its actions."""
+        return len(self.candidate.schedule.rows.codes)
 
     @property
     def splits(self) -> bool:
@@ -138,13 +148,17 @@ class ScheduleTemplates:
         placement, microbatches = order.problem.placement, order.problem.microbatches
         shares = _round_shares(costs, placement.stages)
         key = order.name, placement.ranks, microbatches, vocabulary, shares
-        if key not in self._placed:
+        template = self._placed.pop(key, None)
+        if template is None:
             between = (0.0,) * (placement.stages - 2)
             times: dict[str, Any] = {name: (first, *between, last) for name, first, last in shares}
             usual = replace(_USUAL, **times)
             spread = spread_vocabulary(order.schedule, usual, vocabulary)
-            self._placed[key] = ScheduleTemplate.of(Candidate.time(order.name, Problem(placement, microbatches, usual), spread))
-        return self._placed[key]
+            template = ScheduleTemplate.of(Candidate.time(order.name, Problem(placement, microbatches, usual), spread))
+        self._placed[key] = template  # the last that was used comes last
+        while len(self._placed) > 1 and sum(map(len, self._placed.values())) > _MOST_KEPT:
+            del self._placed[next(iter(self._placed))]
+        return template
 
 
 def _round_shares(costs: Costs, stages: int) -> tuple[tuple[str, float, float], ...]:
@@ -219,7 +233,7 @@ class PipelineTrials:
         shares = self._share(order, template.moments, (self._limit,) * order.problem.ranks)
         if not isinstance(shares, Shares):
             return ScheduleTrial(order.name, excess=shares)
-        if bound >= best or (best < math.inf and len(order.schedule.rows.codes) > _MOST_PLACED):
+        if bound >= best or (best < math.inf and len(template) > _MOST_PLACED):
             return ScheduleTrial(order.name, bound=bound)
         costs = self._make_problem(order, shares.sizes, shares.recomputed).costs
         tried: list[ScheduleTrial] = []
@@ -238,7 +252,7 @@ class PipelineTrials:
         """The same shares with the order that is best for their own costs, unless it is too long to try."""
         found, problem = [trial.candidate], trial.candidate.problem
         schedule = template.candidate.schedule
-        if len(schedule.rows.codes) <= _MOST_PLACED:
+        if len(template) <= _MOST_PLACED:
             spread = (spread_vocabulary(schedule, problem.costs, self._make_vocabulary(ahead)) for ahead in _AHEAD)
             found += [Candidate.time(trial.name, problem, one) for one in spread]
         return replace(trial, timed=min((one for one in found if one.fits), key=lambda one: one.time_or_inf))

@@ -24,6 +24,8 @@ MOST_SAMPLES = 16
 """Samples per microbatch at most, unless the size is given."""
 MOST_NEIGHBOURS = 8
 """Configurations that are timed at most to find the best with another value of one dimension."""
+_MOST_SHARED = 4096
+"""Ranks times microbatches of the longest pipeline with a shared vocabulary that is timed as a neighbour, if there are others."""
 _SPLIT_BACKWARD, _MOST_CHUNKS = 3, 8
 """By what a guess of the bubble is divided: with a backward in two halves by so much, with stages in chunks by their number."""
 _UNITS = Units("s", True)
@@ -42,6 +44,10 @@ class Trial:
     """The fastest that fits first."""
     excess: float = 0.0
     """Bytes over the limit on the fullest GPU, if nothing fits."""
+
+    def keep_figures(self) -> Trial:
+        """The same without the orders and timelines of its schedules."""
+        return replace(self, schedules=tuple(tried.keep_figures() for tried in self.schedules))
 
     @property
     def at_least(self) -> float:
@@ -218,7 +224,7 @@ class ConfigurationSearch:
     def _bound(self, configuration: Configuration) -> Trial:
         """The configuration with its bounds, not timed."""
         costs = make_costs(self.job, configuration)
-        microbatches = self.job.batch // (configuration.data * configuration.microbatch)
+        microbatches = self._count_microbatches(configuration)
         excess = bound_memory(costs) - self.job.limit
         verdict = Verdict.OVER if excess > 0 else Verdict.SLOW
         trial = Trial(configuration, bound_seconds(costs, microbatches), verdict, excess=max(excess, 0.0))
@@ -228,7 +234,7 @@ class ConfigurationSearch:
     def _guess(self, trial: Trial) -> float:
         """About the seconds of a configuration: its bound, and the bubble of a good schedule."""
         chosen, layers = trial.configuration, self.job.layers
-        microbatches = self.job.batch // (chosen.data * chosen.microbatch)
+        microbatches = self._count_microbatches(chosen)
         parts = min(max(layers // chosen.pipeline, _SPLIT_BACKWARD), _MOST_CHUNKS)
         return trial.bound * (1 + (chosen.pipeline - 1) / (parts * microbatches))
 
@@ -243,8 +249,11 @@ class ConfigurationSearch:
             verdict = Verdict.REFUSED
         excess = min((tried.excess for tried in schedules), default=0.0) if verdict == Verdict.OVER else 0.0
         timed = replace(trial, verdict=verdict, schedules=schedules, excess=excess)
-        self.trials[trial.configuration] = timed
-        if fits and (self.best is None or timed.seconds < self.best.seconds):
+        wins = fits and (self.best is None or timed.seconds < self.best.seconds)
+        if wins and self.best is not None:
+            self.trials[self.best.configuration] = self.best.keep_figures()
+        self.trials[trial.configuration] = timed if wins else timed.keep_figures()
+        if wins:
             self.best = timed
         return timed
 
@@ -253,11 +262,19 @@ class ConfigurationSearch:
         for name in DIMENSIONS:
             for trials in self.group(name).values():
                 best = min(trial.seconds for trial in trials)
-                untimed = [trial for trial in trials if trial.verdict == Verdict.SLOW]
-                for trial in sorted(untimed, key=lambda trial: trial.at_least)[:MOST_NEIGHBOURS]:
-                    if trial.at_least >= best or self.stop():
+                untimed = [(self._is_long(trial.configuration), trial) for trial in trials if trial.verdict == Verdict.SLOW]
+                for is_long, trial in sorted(untimed, key=lambda pair: (pair[0], pair[1].at_least))[:MOST_NEIGHBOURS]:
+                    if self.stop() or (is_long and best < math.inf):
                         break
-                    best = min(best, self._time(trial, best, places_anew=False).seconds)
+                    if trial.at_least < best:
+                        best = min(best, self._time(trial, best, places_anew=False).seconds)
+
+    def _is_long(self, configuration: Configuration) -> bool:
+        """Whether placing its shared vocabulary takes seconds."""
+        return any(configuration.shared_ends) and configuration.pipeline * self._count_microbatches(configuration) > _MOST_SHARED
+
+    def _count_microbatches(self, configuration: Configuration) -> int:
+        return self.job.batch // (configuration.data * configuration.microbatch)
 
     def group(self, name: str) -> dict[Any, list[Trial]]:
         """The trials by their value of a dimension."""
