@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import penstock as ps
 from penstock.errors import ScheduleError
-from penstock.runtime import Pipeline, launch
+from penstock.runtime import Pipeline, TokenCrossEntropy, launch
 from penstock.runtime.job_plan import check_degrees, settle_recompute, settle_sharding
 from penstock.runtime.model.transforms import Recomputed
 from runtime.models import blocks, by_loop, count_forwards
@@ -112,7 +112,7 @@ def test_sharding_of_everything_is_the_pipeline_s_own():
         ({"data": 2}, "the plan has 2 data ranks, but there is 1: give mesh=device_mesh(pp=2, dp=2)"),
         ({"tensor": 2}, "the plan has 2 tensor ranks, but there is 1: give mesh=device_mesh(pp=2, dp=1, tp=2)"),
         ({"context": 2}, "the plan has context=2, but a pipeline cuts no sequences among ranks"),
-        ({"vocabulary": "spread"}, "plan with vocabulary='ends'"),
+        ({"vocabulary": "head", "tensor": 2}, "the plan has vocabulary='head' and tensor=2, but a pipeline does not split the rows"),
         ({"selective": True}, "plan with selective=False"),
     ],
 )
@@ -121,6 +121,55 @@ def test_degrees_that_are_not_there_are_refused(values, message):
     with pytest.raises(ScheduleError) as caught:
         check_degrees(plan, None)
     assert message in str(caught.value)
+
+
+WORDS = 37
+
+
+def predict_shared(vocabulary: str, data: int = 1, sharding: int = 0) -> ps.JobPlan:
+    sizes = {"layers": 4, "hidden": 8, "heads": 2, "sequence": 6, "vocabulary": WORDS}
+    job = ps.Job(model=sizes, machines=ps.Machines(gpus=2 * data, **RATES), batch=8)
+    return ps.predict_job(job, ps.Configuration(pipeline=2, data=data, vocabulary=vocabulary, sharding=sharding), schedule="1f1b")
+
+
+@pytest.mark.parametrize("vocabulary", ["head", "spread"])
+def test_a_plan_with_a_shared_vocabulary_has_the_numbers_of_the_plain_model(vocabulary, tmp_path):
+    plan = predict_shared(vocabulary)
+    plan.save(tmp_path / "job.json")
+    torch.manual_seed(0)
+    inner = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
+    model = nn.Sequential(nn.Embedding(WORDS, 8), *inner, nn.Linear(8, WORDS, bias=False)).double()
+    tokens, targets = torch.randint(WORDS, (2, 8, 6))
+
+    def train() -> tuple[int, float, list[tuple[str, torch.Tensor]]]:
+        loaded = ps.JobPlan.load(tmp_path / "job.json")
+        pipe = Pipeline(model, loaded, loss_fn=TokenCrossEntropy())
+        result = pipe.step(tokens, target=targets)
+        return len(result.losses), float(result.loss), [(name, parameter.grad) for name, parameter in pipe.named_parameters()]
+
+    ranks = launch(train, ranks=2)
+    model.zero_grad()
+    loss = functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    loss.backward()
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    shared = set()
+    for count, own_loss, gradients in ranks:
+        assert count == plan.microbatches == 8
+        assert own_loss == pytest.approx(loss.item(), rel=1e-12)
+        for name, gradient in gradients:
+            whole, _, rows = name.partition("[")
+            low, high = map(int, rows.rstrip("]").split(":")) if rows else (0, len(wanted[whole]))
+            torch.testing.assert_close(gradient, wanted[whole][low:high], rtol=1e-12, atol=1e-14)
+            shared |= {whole} if rows else set()
+    assert {name.partition("[")[0] for _, _, own in ranks for name, _ in own} == set(wanted)
+    assert shared == {"head": {"5.weight"}, "spread": {"0.weight", "5.weight"}}[vocabulary]
+
+
+def test_sharded_rows_of_a_shared_vocabulary_need_a_choice():
+    plan = predict_shared("spread", data=2, sharding=3)
+    with pytest.raises(ScheduleError, match="keeps a rank's rows of a shared vocabulary whole on each: they take"):
+        settle_sharding(plan, None)
+    assert settle_sharding(plan, True) is True
 
 
 def test_degrees_that_are_there_are_accepted():

@@ -45,8 +45,8 @@ class JobOptions:
     vocabulary: Annotated[
         str | None,
         text_option(
-            "Where embedding and head may go: ends (the first and last stage) or spread (all pipeline ranks).  [default: either "
-            "with --gpus, else ends]",
+            "Where embedding and head may go: ends (the first and last stage), spread (all pipeline ranks) or, with --gpus, head (only "
+            "the head on all ranks).  [default: any with --gpus, else ends]",
             "WHERE",
             "--vocabulary",
         ),
@@ -85,7 +85,7 @@ class JobOptions:
         words = [] if self.vocabulary is None else [word.strip() for word in self.vocabulary.split(",")]
         wrong = [word for word in words if word not in ("ends", "spread")]
         if wrong:
-            raise UsageError(f"--vocabulary: {wrong[0]!r} is not ends or spread")
+            raise UsageError(f"--vocabulary: {wrong[0]!r} is not ends or spread{', and head needs --gpus' * (wrong[0] == 'head')}")
         return "spread" in words
 
     @property

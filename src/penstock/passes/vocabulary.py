@@ -81,7 +81,8 @@ class Vocabulary(Pass):
         refuse_broken(Program.start(table))
         stages = [0] * self.embedding + [table.stages - 1] * self.head
         spread = _add_shares(table, stages)
-        runs = [_Run(spread, costs, self.ahead, delays) for delays in (True, False)]
+        nodes = _Nodes(spread, costs)
+        runs = [_Run(spread, nodes, self.ahead, delays) for delays in (True, False)]
         complete = [run for run in runs if run.finish()]
         assert complete, "a schedule that runs to its end does so with a spread vocabulary"
         return min(complete, key=lambda run: run.now).build()
@@ -145,11 +146,12 @@ class _Nodes:
                     self.missing[after] += 1
                     self.followers[before].append((after, delay))
         meetings = table.links.meetings
-        self.joins: list[list[int]] = [[] for _ in meetings.code]
-        """The nodes that join each collective."""
-        for node, number in zip(rows.group[meetings.join].tolist(), meetings.joined.tolist(), strict=True):
-            self.joins[number].append(node)
-        self.joined = {node: number for number, nodes in enumerate(self.joins) for node in nodes}
+        self.joined = dict(zip(rows.group[meetings.join].tolist(), meetings.joined.tolist(), strict=True))
+        """The collective that each of these nodes joins."""
+        self.joins = [[0] * table.ranks for _ in meetings.code]
+        """The node of each rank that joins each collective."""
+        for node, number in self.joined.items():
+            self.joins[number][self.rank[node]] = node
 
 
 def _list_times(table: Schedule, costs: Costs) -> Floats:
@@ -177,19 +179,23 @@ class _Run:
     `delays` is False, a rank whose next action cannot run yet takes its next forward or weight gradient.
     """
 
-    def __init__(self, table: Schedule, costs: Costs, ahead: int, delays: bool) -> None:
-        self.table, self.nodes, self.now = table, _Nodes(table, costs), 0.0
-        nodes, ranks = self.nodes, table.ranks
+    def __init__(self, table: Schedule, nodes: _Nodes, ahead: int, delays: bool) -> None:
+        self.table, self.nodes, self.now = table, nodes, 0.0
+        ranks = table.ranks
         bounds = table.rows.group_offsets.tolist()
         self.missing, self.absent = list(nodes.missing), [len(joins) for joins in nodes.joins]
         self.events: list[tuple[float, int, Callable[[int], None], int]] = []
         self.tickets = itertools.count()
         self.busy, self.ended = [False] * ranks, [-1.0] * len(nodes.rank)
+        self.changed = set(range(ranks))
+        """The ranks that may have something to run since they were last asked."""
         self.order: list[list[int]] = [[] for _ in range(ranks)]
         """The nodes that each rank has run."""
         self.queues = [self._list_queues(range(low, high), ahead, delays) for low, high in itertools.pairwise(bounds)]
         self.shares = [{(kind, head): deque[int]() for kind in SHARES for head in (False, True)} for _ in range(ranks)]
         """The S and T of each rank that can run, of the embedding and of the head."""
+        self.embeddings: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+        """The S of the embedding of each rank that can run, as a heap by the turn of the forward that needs it."""
         self.held, self.pending = [0] * ranks, [0] * ranks
         """How many activations each rank holds, and the logits of how many microbatches."""
         self.most = [int(np.cumsum(nodes.holds[low:high]).max(initial=0)) + ahead for low, high in itertools.pairwise(bounds)]
@@ -231,8 +237,9 @@ class _Run:
     def finish(self) -> bool:
         """Run until nothing more can; whether that is the end of all ranks."""
         while True:
-            for rank, busy in enumerate(self.busy):
-                node = None if busy else self._choose(rank)
+            changed, self.changed = sorted(self.changed), set()
+            for rank in changed:
+                node = None if self.busy[rank] else self._choose(rank)
                 if node is not None:
                     self.busy[rank] = True
                     self.order[rank].append(node)
@@ -254,11 +261,9 @@ class _Run:
         shares, queues = self.shares[rank], [queue for queue in self.queues[rank] if queue]
         if shares[Kind.S, True]:
             return shares[Kind.S, True].popleft()
-        embeddings = shares[Kind.S, False]
-        near = min(embeddings, key=lambda node: self.turn[self.nodes.unit[node]], default=None)
-        if near is not None and self.turn[self.nodes.unit[near]] < self.used + self.early:
-            embeddings.remove(near)
-            return near
+        embeddings = self.embeddings[rank]
+        if embeddings and embeddings[0][0] < self.used + self.early:
+            return heapq.heappop(embeddings)[1]
         late = [head for head in (True, False) if shares[Kind.T, head]]
         if late and (self.pending[rank] if late[0] else len(shares[Kind.T, False])) >= _PENDING:
             return shares[Kind.T, late[0]].popleft()
@@ -276,10 +281,13 @@ class _Run:
         nodes = self.nodes
         rank, kind, stage = nodes.rank[node], nodes.kind[node], nodes.stage[node]
         self.busy[rank] = False
+        self.changed.add(rank)
         self.held[rank] += int(nodes.holds[node])
         if stage and kind in SHARES:
             self.pending[rank] += 1 if kind is Kind.S else -1
-        self.used += node in self.uses
+        if node in self.uses:
+            self.used += 1
+            self.changed.update(range(self.table.ranks))
         self._release(node)
 
     def _release(self, node: int) -> None:
@@ -297,9 +305,12 @@ class _Run:
             self._mark_ready(node)
 
     def _mark_ready(self, node: int) -> None:
-        nodes, kind = self.nodes, self.nodes.kind[node]
-        if kind in SHARES:
-            self.shares[nodes.rank[node]][kind, nodes.stage[node] > 0].append(node)
+        nodes, kind, rank = self.nodes, self.nodes.kind[node], self.nodes.rank[node]
+        self.changed.add(rank)
+        if kind is Kind.S and not nodes.stage[node]:
+            heapq.heappush(self.embeddings[rank], (self.turn[nodes.unit[node]], node))
+        elif kind in SHARES:
+            self.shares[rank][kind, nodes.stage[node] > 0].append(node)
         elif kind in JOINS:
             number = nodes.joined[node]
             self.absent[number] -= 1
@@ -317,7 +328,7 @@ class _Run:
         rows, row, order = self.table.rows, list[int](), self.order[rank]
         for (number, ended), before in zip(self.meetings, [0, *(counts[rank] for _, counts in self.meetings)], strict=False):
             row += order[before : ended[rank]]
-            row.append(next(node for node in self.nodes.joins[number] if self.nodes.rank[node] == rank))
+            row.append(self.nodes.joins[number][rank])
         row += order[self.meetings[-1][1][rank] :]
         starts = np.append(np.flatnonzero(rows.heads), len(rows.codes))
         return np.concatenate([rows.codes[starts[node] : starts[node + 1]] for node in row])

@@ -19,6 +19,7 @@ from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
 from penstock.planner.bounds.lower_bound import Bound, lower_bound
 from penstock.planner.bounds.overall import OverallBound
+from penstock.planner.bounds.spread_bound import bound_spread
 from penstock.planner.budget import SolverBudget, count_rounds
 from penstock.planner.candidate import Candidate
 from penstock.planner.named_schedules import (
@@ -104,7 +105,10 @@ class Explorer:
         """The best known bound of a problem."""
         self._copies = max(self._copies, len(problem.placement.copies))
         if problem.key not in self._bounds:
-            shares = {"work with shares": problem.work} if problem.is_spread else {}  # the other arguments know nothing of S and T
+            shares = {}  # the other arguments know nothing of S and T
+            if problem.is_spread:
+                ways = {"ways with shares": bound_spread(problem, not problem.split)} if problem.barrier else {}
+                shares = {"work with shares": problem.work, **ways}
             self._bounds[problem.key] = Bound.best_of({"work": problem.work, **lower_bound(problem).all, **shares})
         return self._bounds[problem.key]
 

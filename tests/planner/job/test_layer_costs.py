@@ -87,16 +87,25 @@ def test_selective_recompute_drops_the_scores_of_attention_and_runs_them_again()
     assert again.i - kept.i == pytest.approx(4 * 128 * 128 * 64 / 1e12)
 
 
-def test_a_spread_vocabulary_is_shared_by_all_blocks():
-    ends, spread = (costs(pipeline=2, vocabulary=where) for where in ("ends", "spread"))
-    for name in ("f", "i", "w", "parameters", "gradients"):
-        both = [sum(getattr(layer, name) for layer in one.profile().layers) for one in (ends, spread)]
-        assert both[0] == pytest.approx(both[1])
-    assert len(spread.profile()) == len(ends.profile()) - 2
-    extra = sum(layer.optimizer for layer in spread.profile().layers) - sum(layer.optimizer for layer in ends.profile().layers)
-    assert extra == pytest.approx(6 * 2 * ends.block.activation)  # two more microbatches in flight
-    again = spread.block.optimizer - spread.recomputed_block.optimizer
-    assert again == pytest.approx(2 * (ends.block.activation - ends.block.output))  # which keep less if they are recomputed
+@pytest.mark.parametrize(("vocabulary", "gathers"), [("head", 2), ("spread", 4)])
+def test_the_shares_of_all_ranks_are_the_ends_of_the_model(vocabulary, gathers):
+    """With tensor ranks, each pipeline rank gathers the hidden states for its own rows."""
+    for tensor in (1, 2):
+        ends, shared = (costs(job=small_job(gpus=8), pipeline=4, tensor=tensor, vocabulary=where) for where in ("ends", vocabulary))
+        size = 2 * 128 * 64
+        gather = ends.job.machines.gather_time(size, tensor)
+        for name, more in (("time", 3 * gathers * gather), ("parameters", 0.0), ("gradients", 0.0), ("optimizer", 0.0)):
+            whole = sum(getattr(layer, name) for layer in ends.profile().layers)
+            layers = sum(getattr(layer, name) for layer in shared.profile().layers)
+            assert layers + 4 * sum(getattr(share, name) for share in shared.shares) == pytest.approx(whole + more), name
+        assert len(shared.profile()) == len(ends.profile())
+        assert shared.block == ends.block
+
+
+def test_s_gathers_sharded_rows_once():
+    job = small_job(node_latency=1.0, memory_bandwidth=1e30, node_bandwidth=1e30, bandwidth=1e30)
+    embedding, head = LayerCosts(job, ps.Configuration(pipeline=2, data=2, sharding=3, vocabulary="spread")).shares
+    assert (embedding.f + embedding.i, head.f + head.i) == (pytest.approx(1.0), pytest.approx(1.0))
 
 
 def test_muon_holds_less_and_takes_longer_than_adam():

@@ -11,6 +11,7 @@ import penstock as ps
 from penstock.planner.job.layer_costs import LayerCosts
 from penstock.planner.job.pipelines import PipelineTrials, ScheduleTemplates
 from penstock.planner.problem import Problem
+from penstock.schedules.registry import parse_name
 from planner.job.small_jobs import small_job
 
 
@@ -79,7 +80,7 @@ def test_without_recompute_it_does_not_fit_and_says_by_how_much():
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "v-half"])
-@pytest.mark.parametrize("vocabulary", ["ends", "spread"])
+@pytest.mark.parametrize("vocabulary", ["ends", "head", "spread"])
 def test_bounds_are_below_the_simulated_time(name, vocabulary):
     costs = LayerCosts(small_job(batch=12, model={"layers": 10}), ps.Configuration(pipeline=4, vocabulary=vocabulary))
     trials = PipelineTrials(costs, ScheduleTemplates((name,))).run()
@@ -102,3 +103,33 @@ def test_stages_of_the_result_cover_the_model():
         sizes = trial.candidate.problem.sizes
         assert sum(sizes) == 9
         assert min(sizes) >= 1
+
+
+@pytest.mark.parametrize("vocabulary", ["head", "spread"])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b{chunks=2}", "zbv"])
+def test_a_shared_vocabulary_is_as_fast_as_the_pass_makes_it(name, vocabulary):
+    costs = LayerCosts(small_job(batch=12, model={"layers": 10, "vocabulary": 4096}), ps.Configuration(pipeline=4, vocabulary=vocabulary))
+    (trial,) = PipelineTrials(costs, ScheduleTemplates((name,))).run()
+    problem = trial.candidate.problem
+    entry, options = parse_name(name)
+    plain = entry.build(4, 12, options.get("chunks"))
+    times = []
+    for ahead in (0, 1, 2):
+        spread = ps.spread_vocabulary(plain, problem.costs, ps.Vocabulary(embedding=vocabulary == "spread", ahead=ahead))
+        times.append(ps.simulate(ps.lower(spread), problem.costs).makespan)
+    assert trial.seconds <= min(times)
+    assert trial.seconds == ps.simulate(ps.lower(trial.candidate.schedule), problem.costs).makespan
+    ps.verify(ps.lower(trial.candidate.schedule), costs=problem.costs, memory_limit=(costs.job.limit,) * 4)
+
+
+def test_a_shared_vocabulary_keeps_to_the_limit_and_counts_its_logits():
+    chosen, model = ps.Configuration(pipeline=4, vocabulary="spread"), {"layers": 8, "vocabulary": 4096}
+    free = PipelineTrials(LayerCosts(small_job(model=model), chosen), ScheduleTemplates(("1f1b",))).run()[0]
+    for part in (1.0, 0.9, 0.8):
+        job = small_job(model=model, memory=part * max(free.candidate.timeline.peak_memory))
+        trial = PipelineTrials(LayerCosts(job, chosen), ScheduleTemplates(("1f1b",))).run()[0]
+        assert trial.timed is not None
+        assert max(trial.candidate.timeline.peak_memory) <= job.limit * (1 + 1e-9)
+        assert trial.seconds >= free.seconds
+    assert sum(trial.recomputed) > 0
+    assert trial.candidate.problem.costs.of_stage("logits", 3) > 4096 / 4 * 128 * 2  # 16 bits, of all tokens and a quarter of the words

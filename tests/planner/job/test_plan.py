@@ -7,7 +7,7 @@ import json
 import pytest
 
 import penstock as ps
-from penstock.errors import FileFormatError, PenstockError
+from penstock.errors import FileFormatError, PenstockError, PlanError
 from planner.job.small_jobs import profile_job, small_job
 
 
@@ -70,6 +70,33 @@ def test_a_loaded_plan_is_the_saved_one(plan, tmp_path):
     assert sum(one.recomputed) == sum(one.recomputed_layers) > 0
 
 
+@pytest.mark.parametrize(("vocabulary", "stages"), [("head", (7,)), ("spread", (0, 7))])
+def test_a_plan_with_a_shared_vocabulary_has_its_actions_in_its_file(vocabulary, stages, tmp_path):
+    chosen = ps.Configuration(pipeline=4, vocabulary=vocabulary)
+    planned = ps.predict_job(small_job(model={"layers": 8}), chosen, schedule="zbv")
+    assert planned.schedule.spread_stages == stages
+    assert planned.recomputed_layers == (False,) * 10
+    whole = ps.predict_job(planned.job, ps.Configuration(pipeline=4), schedule="zbv").profile
+    assert sum(share.parameters for share in planned.profile.shares) == pytest.approx(
+        sum(layer.parameters for layer in whole.layers[-1 if vocabulary == "head" else 0 :: 9]) / 4
+    )
+    assert planned.predicted.peak_memory == ps.simulate(ps.lower(planned.schedule), planned.costs).peak_memory
+    planned.save(tmp_path / "job.json")
+    loaded = ps.JobPlan.load(tmp_path / "job.json")
+    assert (loaded.report(), loaded.schedule, loaded.costs) == (planned.report(), planned.schedule, planned.costs)
+    assert {"joined", "vocabulary"} <= {rule.name if hasattr(rule, "name") else str(rule) for rule in loaded.proof.rules}
+    data = json.loads((tmp_path / "job.json").read_text())
+    data["configuration"]["vocabulary"] = "ends"
+    (tmp_path / "job.json").write_text(json.dumps(data))
+    with pytest.raises(FileFormatError, match="but the configuration has vocabulary='ends', which shares nothing"):
+        ps.JobPlan.load(tmp_path / "job.json")
+
+
+def test_schedules_with_two_copies_of_the_model_share_no_vocabulary():
+    with pytest.raises(PlanError, match="only schedules with one copy of the model share the vocabulary"):
+        ps.predict_job(small_job(), ps.Configuration(pipeline=4, vocabulary="spread"), schedule="chimera")
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
@@ -80,7 +107,8 @@ def test_a_loaded_plan_is_the_saved_one(plan, tmp_path):
         (("configuration", "pipeline"), 4, "tensor=1 x context=1 x pipeline=4 leaves data=1 of 4 GPUs, not 2"),
         (("configuration", "microbatch"), 8, "the configuration asks for 2 ranks and 1 microbatches"),
         (("configuration", "sharding"), 4, "'sharding' is 4"),
-        (("configuration", "vocabulary"), "all", "'vocabulary' must be 'ends' or 'spread'"),
+        (("configuration", "vocabulary"), "all", "there is no vocabulary 'all'"),
+        (("configuration", "vocabulary"), "head", "shares nothing among the pipeline ranks, but the configuration has vocabulary='head'"),
         (("configuration", "data"), "2", "'data' must be"),
         (("job", "batch"), 7, "batch=7 cannot be shared among"),
         (("job", "profile"), {}, "either a model or a profile"),
@@ -128,7 +156,7 @@ def test_recompute_takes_longer_and_holds_less():
         ({"tensor": 0}, "tensor must be a whole number of at least 1, got 0"),
         ({"pipeline": ()}, "pipeline is empty"),
         ({"sharding": 4}, "sharding must be a whole number of at least 0 and at most 3, got 4"),
-        ({"vocabulary": "everywhere"}, "vocabulary must be 'ends' or 'spread', got 'everywhere'"),
+        ({"vocabulary": "everywhere"}, "there is no vocabulary 'everywhere'"),
         ({"schedules": "2f2b"}, "there is no schedule '2f2b'"),
         ({"schedules": "searched"}, "plan_job compares named schedules"),
         ({"pipeline": 8}, "pipeline=8 is more than layers=6"),

@@ -122,3 +122,13 @@ def test_a_slower_link_between_nodes_makes_the_job_slower():
     slow = replace(fast, machines=replace(fast.machines, bandwidth=2e7))
     times = [ps.plan_job(job, schedules=SCHEDULES).seconds for job in (fast, slow)]
     assert times[0] < times[1]
+
+
+def test_orders_that_are_too_long_to_place_are_named(monkeypatch):
+    monkeypatch.setattr("penstock.planner.job.pipelines._MOST_PLACED", 0)
+    plan = ps.plan_job(small_job(model={"layers": 4, "vocabulary": 8192}), tensor=1, microbatch=1, schedules="1f1b")
+    long = [trial for trial in plan.trials if trial.verdict == Verdict.REFUSED]
+    assert plan.configuration.vocabulary == "ends"
+    assert long
+    assert all(trial.configuration.vocabulary != "ends" for trial in long)
+    assert f"{len(long)} not timed, because their orders are too long to share the vocabulary in" in plan.report()

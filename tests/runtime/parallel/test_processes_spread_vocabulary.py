@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import penstock as ps
 from penstock.errors import PipelineError, ScheduleError
 from penstock.runtime import Pipeline, TokenCrossEntropy, device_mesh, rank
 from penstock.runtime.launch.workers import Workers
@@ -55,6 +56,39 @@ def test_it_trains_like_the_plain_loop(workers: Workers, name: str, ranks: int, 
         for outputs in of_rank["outputs"]:
             spread_models.assert_equal(outputs, wanted)
     compare_with_plain_loop(found, model, tokens, targets, microbatches)
+
+
+def test_a_plan_of_a_whole_job_trains_like_the_plain_model(workers: Workers, tmp_path: Path) -> None:
+    """Two pipeline ranks that share the vocabulary, and two data ranks."""
+    sizes = {"layers": 4, "hidden": 8, "heads": 2, "sequence": 6, "vocabulary": 37}
+    rates = {"flops": 1e12, "memory": 64e6, "memory_bandwidth": 1e11, "node_bandwidth": 2e10, "bandwidth": 2e9}
+    job = ps.Job(model=sizes, machines=ps.Machines(gpus=4, **rates), batch=8)
+    ps.predict_job(job, ps.Configuration(pipeline=2, data=2, vocabulary="spread")).save(tmp_path / "job.json")
+    torch.manual_seed(0)
+    inner = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
+    model = nn.Sequential(nn.Embedding(37, 8), *inner, nn.Linear(8, 37)).double()
+    tokens, targets = torch.randint(37, (2, 8, 6))
+
+    def run() -> tuple[float, dict[str, Tensor]]:
+        torch.set_num_threads(1)
+        mesh = device_mesh(pp=2, dp=2)
+        pipe = Pipeline(model, ps.JobPlan.load(tmp_path / "job.json"), loss_fn=TokenCrossEntropy(), mesh=mesh, deadline=60)
+        own = slice(4 * mesh["dp"].get_local_rank(), 4 * mesh["dp"].get_local_rank() + 4)
+        loss = pipe.step(tokens[own], target=targets[own]).loss
+        return float(loss), {name: parameter.grad for name, parameter in pipe.named_parameters()}
+
+    found = workers.run(run, ranks=4)
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    loss.backward()
+    wanted, seen = {name: parameter.grad for name, parameter in model.named_parameters()}, set()
+    for own_loss, gradients in found:
+        assert own_loss == pytest.approx(loss.item(), rel=1e-12)
+        for name, gradient in gradients.items():
+            whole, _, rows = name.partition("[")
+            part = slice(*map(int, rows.rstrip("]").split(":"))) if rows else slice(None)
+            torch.testing.assert_close(gradient, wanted[whole][part], rtol=1e-12, atol=1e-14)
+            seen.add(whole)
+    assert seen == set(wanted)
 
 
 @pytest.mark.parametrize(

@@ -91,19 +91,18 @@ class BlockShares:
         for stages, ends in zip(self._stages.tolist(), self._ends, strict=True):
             for stage, layers in zip(stages, ends, strict=True):
                 sizes[stage] += len(layers)
+        sizes[[0, -1]] += np.array(self.costs.configuration.shared_ends)  # they are layers of the model, in no stage's time and memory
         return Shares(tuple(sizes.tolist()), tuple(flags), float(self._times[ranks, counts].max()))
 
     # Tables -----------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _ends(self) -> list[list[tuple[Layer, ...]]]:
-        """The layers of each stage of each rank that are not blocks: embedding and head."""
+        """The layers of each stage of each rank that are not blocks: an embedding and a head that are not shared among the ranks."""
         last, costs = self.order.problem.stages - 1, self.costs
-        if not any(costs.ends):
-            return [[()] * self._stages.shape[1] for _ in self._stages]
-        return [
-            [(costs.embedding,) * (stage == 0) + (costs.head,) * (stage == last) for stage in stages] for stages in self._stages.tolist()
-        ]
+        embedding_is_shared, head_is_shared = costs.configuration.shared_ends
+        first, behind = (costs.embedding,) * (not embedding_is_shared), (costs.head,) * (not head_is_shared)
+        return [[first * (stage == 0) + behind * (stage == last) for stage in stages] for stages in self._stages.tolist()]
 
     @cached_property
     def _sizes(self) -> Ints:
@@ -155,7 +154,8 @@ class BlockShares:
                 flags[ranks, :, places] = chosen
                 over -= chosen * own
         ends = np.array([sum(layer.time for layers in row for layer in layers) for row in self._ends])
-        times = ends[:, None] + numbers * block.time + flags.sum(axis=2) * (again.time - block.time)
+        always = ends + sum(share.time for share in self.costs.shares)
+        times = always[:, None] + numbers * block.time + flags.sum(axis=2) * (again.time - block.time)
         return np.where(np.cumsum(over > 0, axis=1) > 0, np.inf, times), flags
 
     @cached_property
@@ -169,6 +169,8 @@ class BlockShares:
     def _sum_memory_of_ends(self) -> tuple[Floats, Floats]:
         """Bytes of each rank without any block, and the largest workspace of its embedding and head."""
         memory, spare = np.array([moment.other for moment in self.moments]), np.zeros(len(self.moments))
+        shares = self.costs.shares
+        memory += sum(share.static for share in shares) + max((share.workspace for share in shares), default=0.0)
         for rank, row in enumerate(self._ends):
             for place, layers in enumerate(row):
                 for layer in layers:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-ENDS, SPREAD = "ends", "spread"
-"""Where the vocabulary is: embedding and head on the first and last stage, or shared among all pipeline ranks."""
+ENDS, HEAD, SPREAD = "ends", "head", "spread"
+VOCABULARIES = (ENDS, HEAD, SPREAD)
+"""Where the vocabulary is: embedding and head on the first and last stage, the head alone or both shared among all pipeline ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -38,6 +39,11 @@ class Configuration:
     def replicas(self) -> int:
         """GPUs with the same parameters: data and context ranks."""
         return self.data * self.context
+
+    @property
+    def shared_ends(self) -> tuple[bool, bool]:
+        """Whether the embedding and the head are shared among the pipeline ranks."""
+        return self.vocabulary == SPREAD, self.vocabulary in (HEAD, SPREAD)
 
     def describe(self) -> str:
         words = [f"pipeline {self.pipeline}", f"data {self.data}", f"tensor {self.tensor}", f"context {self.context}"]

@@ -11,8 +11,8 @@ of the feed-forward part, t tensor and c context ranks, a block adds to that, on
     context ranks      an all-gather of 2eTk / t in F, and in I one more with a reduce-scatter
     sharding           the collectives of `penstock.planner.job.sharding`
 
-A spread vocabulary gives every block its share of the embedding and of the head, and memory for two more microbatches, which its two
-barriers keep in flight (arXiv 2411.05288); its collectives run on a stream of their own and take no time here.
+A head that is shared among the pipeline ranks takes its operations and traffic divided by them on each; an embedding too. The gathers over
+the tensor ranks are not divided: each pipeline rank gathers the whole hidden states for its rows.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from functools import cached_property
 import numpy as np
 
 from penstock.ir.rows import Floats
-from penstock.planner.job.configuration import SPREAD, Configuration
+from penstock.planner.job.configuration import Configuration
 from penstock.planner.job.job import Job
 from penstock.planner.job.sharding import shard_layer, time_update
 from penstock.planner.profile import Layer, Profile
 from penstock.planner.profile.profile import TIMES
+from penstock.planner.profile.vocabulary import cut_share
 
 NEWTON_SCHULZ_STEPS = 5
 """Iterations of Muon's orthogonalisation, as published."""
-_MORE_IN_FLIGHT = 2
-"""Microbatches that a spread vocabulary keeps in flight beyond those of the schedule."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class LayerCosts:
 
     @property
     def block(self) -> Layer:
-        """One block, with its share of embedding and head if the vocabulary is spread."""
+        """One block."""
         return self.recomputed_block if self.recompute_all else self._kept_block
 
     @cached_property
@@ -71,39 +70,68 @@ class LayerCosts:
             activation -= self._kept_scores
             i += scores
         layer = self._build_layer(counted, (f, i, matrices), activation)
-        layer = replace(layer, update=layer.update + self._time_orthogonalisation(counted.parameters / job.transformer.bytes))
-        return self._add_vocabulary(layer) if chosen.vocabulary == SPREAD else layer
+        return replace(layer, update=layer.update + self._time_orthogonalisation(counted.parameters / job.transformer.bytes))
 
     @cached_property
     def recomputed_block(self) -> Layer:
         """The block if its forward runs again before its backward: it keeps its input only."""
         block = self._kept_block
-        again = replace(block, i=block.i + block.f, activation=block.output, workspace=block.workspace + block.activation - block.output)
-        return replace(again, optimizer=block.optimizer - self.count_waiting(block) + self.count_waiting(again))
-
-    def count_waiting(self, block: Layer) -> float:
-        """Bytes in a block's `optimizer` that are activations of further microbatches in flight, because the vocabulary is spread."""
-        return _MORE_IN_FLIGHT * block.activation if self.configuration.vocabulary == SPREAD else 0.0
+        return replace(block, i=block.i + block.f, activation=block.output, workspace=block.workspace + block.activation - block.output)
 
     @cached_property
     def embedding(self) -> Layer:
-        machines, counted = self.job.machines, self._counted[0]
-        passed = machines.memory_time(2 * counted.output / self._shards) + self._gather_hidden()
+        """The embedding in its stage; without any work if it is shared among the pipeline ranks."""
+        counted = self._counted[0]
+        if self.configuration.shared_ends[0]:
+            return Layer(name="embedding", f=0.0, i=0.0, w=0.0, output=counted.output / self._shards)
+        passed = self._time_embedding()
         return self._build_layer(counted, (passed, passed, 0.0), counted.activation / self._shards, "embedding")
 
     @cached_property
     def head(self) -> Layer:
+        """The head in its stage; without any work if it is shared among the pipeline ranks."""
+        if self.configuration.shared_ends[1]:
+            return Layer(name="head", f=0.0, i=0.0, w=0.0, output=self.block.output)
+        return self._build_layer(self._counted[-1], self._time_head(), self._counted[-1].activation / self._shards, "head")
+
+    @cached_property
+    def shares(self) -> tuple[Layer, ...]:
+        """Each pipeline rank's share of embedding and head, if one of them is shared; empty for one that is not."""
+        if not any(self.configuration.shared_ends):
+            return ()
+        ranks = self.configuration.pipeline
+        passed, (f, i, w) = self._time_embedding(ranks), self._time_head(ranks)
+        return (
+            self._build_share(0, (passed, passed), "share of the embedding"),
+            self._build_share(1, (f + i, w), "share of the head"),
+        )
+
+    def _build_share(self, end: int, times: tuple[float, float], name: str) -> Layer:
+        """A rank's share of the embedding (0) or of the head (1) with these times of S and T, which are its F and W."""
+        if not self.configuration.shared_ends[end]:
+            return Layer(name=name, f=0.0, i=0.0, w=0.0)
+        counted = cut_share(self._counted[-end], self.configuration.pipeline)
+        layer = self._build_layer(counted, (times[0], 0.0, times[1]), counted.activation / self._shards, name)
+        return replace(layer, i=0.0)  # S gathers sharded rows once
+
+    def _time_embedding(self, ranks: int = 1) -> float:
+        """Seconds of one way through the embedding, or a rank's share of it."""
+        moved = 2 * self._counted[0].output / self._shards / ranks
+        return self.job.machines.memory_time(moved) + self._gather_hidden()
+
+    def _time_head(self, ranks: int = 1) -> tuple[float, float, float]:
+        """Seconds of F, I and W of the head, or of a rank's share of it."""
         machines, counted, number = self.job.machines, self._counted[-1], self.job.transformer.bytes
-        product = machines.matmul_time(counted.w / self._shards)
-        logits = counted.output / number / self._shards
+        product = machines.matmul_time(counted.w / self._shards / ranks)
+        logits = counted.output / number / self._shards / ranks
         f = product + machines.memory_time(logits * (2 * number + 12)) + self._gather_hidden()
         i = product + machines.memory_time(logits * (4 + number)) + self._gather_hidden()
-        return self._build_layer(counted, (f, i, product), counted.activation / self._shards, "head")
+        return f, i, product
 
     @property
     def ends(self) -> tuple[int, int]:
-        """Layers before and after the blocks."""
-        return (0, 0) if self.configuration.vocabulary == SPREAD else (1, 1)
+        """Layers before and after the blocks, which are not recomputed."""
+        return 1, 1
 
     @cached_property
     def _named_blocks(self) -> list[tuple[Layer, Layer]]:
@@ -116,26 +144,25 @@ class LayerCosts:
 
     def count_layers(self) -> list[tuple[Layer, Layer, int]]:
         """The kinds of layers, as they are and recomputed as far as they can be, and how many there are of each."""
-        ends = [(layer, layer, 1) for layer in (self.embedding, self.head)] if any(self.ends) else []
-        return [(self.block, self.recomputed_block, self.job.layers), *ends]
+        return [(self.block, self.recomputed_block, self.job.layers), *((layer, layer, 1) for layer in (self.embedding, self.head))]
 
     def list_times(self, recomputed: Sequence[bool]) -> Floats:
         """The times of F, I and W (rows) of every layer (columns)."""
-        kept, again = (np.array([getattr(layer, name) for name in TIMES])[:, None] for layer in (self.block, self.recomputed_block))
-        blocks = np.where(np.array(recomputed, dtype=bool), again, kept)
-        ends = [np.array([[getattr(layer, name)] for name in TIMES]) for layer in ((self.embedding, self.head) if any(self.ends) else ())]
-        return np.hstack([*ends[:1], blocks, *ends[1:]])
+        first, kept, again, last = (
+            np.array([[getattr(layer, name)] for name in TIMES]) for layer in (self.embedding, self.block, self.recomputed_block, self.head)
+        )
+        return np.hstack([first, np.where(np.array(recomputed, dtype=bool), again, kept), last])
 
     def profile(self, recomputed: Sequence[bool] | None = None) -> Profile:
         """The whole model, with these blocks recomputed; none by default."""
         chosen, machines = self.configuration, self.job.machines
         flags = recomputed or [False] * self.job.transformer.layers
         blocks = [(again if flag else kept) for (kept, again), flag in zip(self._named_blocks, flags, strict=True)]
-        layers = blocks if chosen.vocabulary == SPREAD else [self.embedding, *blocks, self.head]
         stride = chosen.tensor * chosen.context * chosen.data
         latency, bandwidth = machines.link(stride, chosen.pipeline)
         return Profile(
-            layers,
+            [self.embedding, *blocks, self.head],
+            shares=self.shares,
             latency=latency,
             bandwidth=bandwidth,
             microbatch=chosen.microbatch,
@@ -228,21 +255,3 @@ class LayerCosts:
         owners = min(sharing, max(len(matrices) * model.layers // chosen.pipeline, 1))
         gathered = self.job.machines.gather_time(parameters * model.bytes, chosen.tensor)
         return self.job.machines.matmul_time(operations / owners) + gathered
-
-    # The vocabulary ---------------------------------------------------------------------------------------------------
-
-    def _add_vocabulary(self, block: Layer) -> Layer:
-        """The block with its share of embedding and head."""
-        ends, count = (self.embedding, self.head), self.job.transformer.layers
-
-        def share(name: str) -> float:
-            return sum(float(getattr(layer, name)) for layer in ends) / count
-
-        summed = ("f", "i", "w", "parameters", "gradients", "reduction", "update")
-        waiting = _MORE_IN_FLIGHT * (self.head.activation / self.configuration.pipeline)
-        return replace(
-            block,
-            **{name: getattr(block, name) + share(name) for name in summed},
-            optimizer=block.optimizer + share("optimizer") + self.count_waiting(block),
-            workspace=block.workspace + waiting,
-        )

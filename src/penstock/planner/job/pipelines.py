@@ -2,6 +2,10 @@
 
 The shares follow from what each rank of the schedule holds at its peak: the slowest rank is made as fast as possible, a rank with little
 room taking fewer layers or recomputing some. Time and memory of the result come from the simulator.
+
+If the vocabulary is shared among the ranks, S, T and the collectives are placed in the schedule by `spread_vocabulary`. That takes longer
+than timing a schedule, so an order is placed once for all configurations whose shares take about the same part of a stage's time, and is
+placed anew for the costs themselves if that brings it near the best.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -17,13 +22,16 @@ from penstock.errors import PenstockError
 from penstock.ir.costs import Costs
 from penstock.ir.kind import Kind
 from penstock.ir.rows import Ints
+from penstock.passes.vocabulary import Vocabulary, spread_vocabulary
+from penstock.planner.bounds.spread_bound import bound_spread
 from penstock.planner.candidate import Candidate
 from penstock.planner.job.block_shares import BlockShares, Shares
 from penstock.planner.job.costs import JobCosts
 from penstock.planner.job.layer_costs import LayerCosts
 from penstock.planner.job.layer_shares import LayerShares
-from penstock.planner.named_schedules import NamedSchedule, list_candidates
+from penstock.planner.named_schedules import NamedSchedule, can_be_spread, list_candidates
 from penstock.planner.partition.layer_runs import PeakMoment
+from penstock.planner.partition.stage_costs import list_logits
 from penstock.planner.problem import Problem
 
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "v-half")
@@ -32,6 +40,20 @@ _ROUNDS = 4
 """How often blocks are shared out for the memory of one schedule."""
 _USUAL = Costs(f=1.0, i=1.15, w=0.75, weight_stash=0.6)
 """About the proportions of a transformer's block: they show where a schedule peaks and what its critical path is."""
+_AHEAD = (1, 0, 2)
+"""How many more activations a rank may hold while its vocabulary is shared: tried first, tried if memory is short, and tried at last."""
+_PENDING = 2
+"""Microbatches whose logits a rank holds at its peak."""
+_LIKE, _JOINS_LIKE = 2.0, 4.0
+"""Shares, and their collectives, whose times differ by less than these factors have one order."""
+_LEAST_RATIO = 0.01
+"""A time below this part of a stage's forward counts as so long."""
+_NEAR = 0.003
+"""An order that is slower than the best by no more than this share is placed anew for its own costs."""
+_MOST_PLACED = 150_000
+"""Compute actions of the longest order that is placed anew, and in which S and T are placed at all once a configuration fits."""
+_MOST_KEPT = 1_000_000
+"""Actions of all orders with a shared vocabulary that are kept to be timed again: about a gigabyte."""
 _TIMED_BY = {Kind.F: (0,), Kind.I: (1,), Kind.W: (2,), Kind.B: (1, 2)}
 """The rows of `list_times` that an action takes."""
 
@@ -59,6 +81,10 @@ class ScheduleTrial:
     def seconds(self) -> float:
         return math.inf if self.timed is None else self.timed.time_or_inf
 
+    def keep_figures(self) -> ScheduleTrial:
+        """The same without its order and timeline, which take much memory."""
+        return self if self.timed is None else replace(self, timed=replace(self.timed, timed=None))
+
 
 @dataclass(frozen=True)
 class ScheduleTemplate:
@@ -69,23 +95,34 @@ class ScheduleTemplate:
     path: Ints
     """How often each stage (column) runs F, I and W (rows) along one chain of actions that wait for each other: no costs make it faster."""
 
+    def __len__(self) -> int:
+        """Its actions."""
+        return len(self.candidate.schedule.rows.codes)
+
+    @property
+    def splits(self) -> bool:
+        """Whether any of its backwards is split."""
+        return bool(self.candidate.schedule.rows.is_kind(Kind.I).any())
+
     @classmethod
     def of(cls, candidate: Candidate) -> ScheduleTemplate:
         moments = candidate.list_moments(range(candidate.problem.ranks))
-        actions = [step.action for step in candidate.timeline.critical_path if step.what == "action" and step.action is not None]
         path = np.zeros((3, candidate.problem.stages), dtype=np.int64)
-        for action in actions:
-            path[_TIMED_BY[action.kind], action.stage] += 1
+        if not candidate.schedule.spread_stages:  # else S and T are on the path too, and `bound_spread` takes its place
+            for step in candidate.timeline.critical_path:
+                if step.what == "action" and step.action is not None:
+                    path[_TIMED_BY[step.action.kind], step.action.stage] += 1
         return cls(candidate, tuple(replace(moment, other=0.0) for moment in moments), path)
 
 
 @dataclass
 class ScheduleTemplates:
-    """Templates by schedule, ranks and microbatches."""
+    """Templates by schedule, ranks and microbatches, and with a shared vocabulary by the proportions of its costs."""
 
     names: Sequence[str]
     _usable: dict[tuple[int, int], list[NamedSchedule]] = field(default_factory=dict)
     _timed: dict[tuple[str, int, int], ScheduleTemplate | None] = field(default_factory=dict)
+    _placed: dict[tuple[Any, ...], ScheduleTemplate] = field(default_factory=dict)
 
     def list_usable(self, ranks: int, layers: int) -> list[NamedSchedule]:
         """The schedules for so many ranks; on one rank all are the same, so that the first does."""
@@ -105,6 +142,43 @@ class ScheduleTemplates:
                 self._timed[key] = None
         return self._timed[key]
 
+    def place(self, plain: ScheduleTemplate, costs: Costs, vocabulary: Vocabulary) -> ScheduleTemplate:
+        """The schedule with a shared vocabulary, placed for about these costs."""
+        order = plain.candidate
+        placement, microbatches = order.problem.placement, order.problem.microbatches
+        shares = _round_shares(costs, placement.stages)
+        key = order.name, placement.ranks, microbatches, vocabulary, shares
+        template = self._placed.pop(key, None)
+        if template is None:
+            between = (0.0,) * (placement.stages - 2)
+            times: dict[str, Any] = {name: (first, *between, last) for name, first, last in shares}
+            usual = replace(_USUAL, **times)
+            spread = spread_vocabulary(order.schedule, usual, vocabulary)
+            template = ScheduleTemplate.of(Candidate.time(order.name, Problem(placement, microbatches, usual), spread))
+        self._placed[key] = template  # the last that was used comes last
+        while len(self._placed) > 1 and sum(map(len, self._placed.values())) > _MOST_KEPT:
+            del self._placed[next(iter(self._placed))]
+        return template
+
+
+def _round_shares(costs: Costs, stages: int) -> tuple[tuple[str, float, float], ...]:
+    """The times of S, T and the collectives of both ends in forwards of a stage, rounded so that similar ones are equal."""
+    forward = float(costs.table("f", stages, 1).mean())
+
+    def round_ratio(time: float, factor: float) -> float:
+        return float(factor ** round(math.log(max(time / forward, _LEAST_RATIO), factor)))
+
+    rounded = []
+    for name, factor in (("s", _LIKE), ("t", _LIKE), ("broadcast", _JOINS_LIKE), ("combine", _JOINS_LIKE)):
+        first, last = costs.table(name, stages, 1)[[0, -1], 0].tolist()
+        rounded.append((name, round_ratio(first, factor), round_ratio(last, factor)))
+    return tuple(rounded)
+
+
+def count_layers(costs: JobCosts) -> int:
+    """Layers that are in a stage, of which every stage needs one."""
+    return costs.job.layers + sum(costs.ends) - sum(costs.configuration.shared_ends)
+
 
 @dataclass(frozen=True)
 class PipelineTrials:
@@ -115,6 +189,8 @@ class PipelineTrials:
     recompute: bool = True
     limit: float | None = None
     """Bytes of a GPU that may be used; by default those of the job."""
+    places_anew: bool = True
+    """Whether S and T are placed for the costs themselves under schedules that are near the best, or for similar ones only."""
 
     @property
     def _limit(self) -> float:
@@ -131,16 +207,61 @@ class PipelineTrials:
         return sorted(trials, key=lambda trial: (trial.timed is None, trial.seconds, trial.excess, trial.bound))
 
     def _try_all(self, best: float) -> Iterator[ScheduleTrial]:
-        ranks, layers = self.costs.configuration.pipeline, self.costs.job.layers + sum(self.costs.ends)
-        for named in self.templates.list_usable(ranks, layers):
-            template = self.templates.time(named, self.microbatches)
-            if template is not None:
-                trial = self._try(template, best)
-                best = min(best, trial.seconds)
-                yield trial
+        usable = self.templates.list_usable(self.costs.configuration.pipeline, count_layers(self.costs))
+        if self.costs.shares:
+            usable = [named for named in usable if can_be_spread(named)]
+        templates = [template for named in usable if (template := self.templates.time(named, self.microbatches)) is not None]
+        for bound, template in sorted(((self._bound_shared(template, best), template) for template in templates), key=lambda pair: pair[0]):
+            trial = self._try_shared(template, bound, best) if self.costs.shares else self._try(template, best)
+            best = min(best, trial.seconds)
+            yield trial
+
+    def _bound_shared(self, template: ScheduleTemplate, best: float) -> float:
+        """With a shared vocabulary, the bound on the shares that the plain schedule has room for; 0 without, or if there is too little."""
+        if not self.costs.shares:
+            return 0.0
+        order = template.candidate
+        shares = self._share(order, template.moments, (self._limit,) * order.problem.ranks)
+        if not isinstance(shares, Shares):
+            return 0.0
+        bound = self.microbatches * shares.load
+        return bound if bound >= best else max(bound, self._bound_order(template, shares.sizes, shares.recomputed))
+
+    def _try_shared(self, template: ScheduleTemplate, bound: float, best: float) -> ScheduleTrial:
+        """Try a schedule with the vocabulary shared among its ranks, which is placed if the bound is below the best."""
+        order = template.candidate
+        shares = self._share(order, template.moments, (self._limit,) * order.problem.ranks)
+        if not isinstance(shares, Shares):
+            return ScheduleTrial(order.name, excess=shares)
+        if bound >= best or (best < math.inf and len(template) > _MOST_PLACED):
+            return ScheduleTrial(order.name, bound=bound)
+        costs = self._make_problem(order, shares.sizes, shares.recomputed).costs
+        tried: list[ScheduleTrial] = []
+        for ahead in _AHEAD[:2]:
+            tried.append(self._try(self.templates.place(template, costs, self._make_vocabulary(ahead)), best * (1 + _NEAR)))
+            if not tried[-1].excess and not any(tried[-1].recomputed):
+                break
+        trial = min(tried, key=lambda trial: (trial.seconds, trial.excess))
+        return self._place_anew(trial, template) if self.places_anew and trial.seconds < best * (1 + _NEAR) else trial
+
+    def _make_vocabulary(self, ahead: int) -> Vocabulary:
+        embedding, head = self.costs.configuration.shared_ends
+        return Vocabulary(head=head, embedding=embedding, ahead=ahead)
+
+    def _place_anew(self, trial: ScheduleTrial, template: ScheduleTemplate) -> ScheduleTrial:
+        """The same shares with the order that is best for their own costs, unless it is too long to try."""
+        found, problem = [trial.candidate], trial.candidate.problem
+        schedule = template.candidate.schedule
+        if len(template) <= _MOST_PLACED:
+            spread = (spread_vocabulary(schedule, problem.costs, self._make_vocabulary(ahead)) for ahead in _AHEAD)
+            found += [Candidate.time(trial.name, problem, one) for one in spread]
+        return replace(trial, timed=min((one for one in found if one.fits), key=lambda one: one.time_or_inf))
 
     def _try(self, template: ScheduleTemplate, best: float) -> ScheduleTrial:
         order, moments = template.candidate, template.moments
+        if self.costs.shares:
+            pending = _PENDING * sum(list_logits(self.costs.profile()))
+            moments = tuple(replace(moment, other=pending) for moment in moments)
         placement, limit = order.problem.placement, self._limit
         limits = [limit] * placement.ranks
         bound = excess = 0.0
@@ -149,7 +270,7 @@ class PipelineTrials:
             if not isinstance(shares, Shares):
                 return ScheduleTrial(order.name, excess=max(shares, excess))
             sizes, recomputed = shares.sizes, shares.recomputed
-            lower = max(self.microbatches * shares.load, self._bound_path(template, sizes, recomputed))
+            lower = max(self.microbatches * shares.load, self._bound_order(template, sizes, recomputed))
             if lower >= best:
                 return ScheduleTrial(order.name, bound=max(bound, lower))
             bound = bound or lower
@@ -169,8 +290,10 @@ class PipelineTrials:
             return BlockShares(self.costs, order, moments, limits, self.recompute).run()
         return LayerShares(self.costs, order, moments, limits, self.recompute).run()
 
-    def _bound_path(self, template: ScheduleTemplate, sizes: tuple[int, ...], recomputed: tuple[bool, ...]) -> float:
-        """Seconds of the order's chain of actions on these stages."""
+    def _bound_order(self, template: ScheduleTemplate, sizes: tuple[int, ...], recomputed: tuple[bool, ...]) -> float:
+        """Seconds of the order's chain of actions on these stages, or of a way with S and T."""
+        if self.costs.shares:
+            return bound_spread(self._make_problem(template.candidate, sizes, recomputed), not template.splits)
         stages = np.add.reduceat(self.costs.list_times(recomputed), [0, *accumulate(sizes[:-1])], axis=1)
         return float((template.path * stages).sum())
 

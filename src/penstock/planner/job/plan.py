@@ -10,18 +10,18 @@ from itertools import accumulate, pairwise
 from os import PathLike
 from typing import Any
 
-from penstock.errors import CostsError, PlanError, ScheduleError
+from penstock.errors import CostsError, PlanError, ScheduleError, nearest
 from penstock.ir.costs import Costs
 from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
 from penstock.planner.candidate import Verdict
-from penstock.planner.job.configuration import ENDS, SPREAD, Configuration
+from penstock.planner.job.configuration import VOCABULARIES, Configuration
 from penstock.planner.job.costs import make_costs
 from penstock.planner.job.job import Job
-from penstock.planner.job.pipelines import SCHEDULES, PipelineTrials, ScheduleTemplates, ScheduleTrial
+from penstock.planner.job.pipelines import SCHEDULES, PipelineTrials, ScheduleTemplates, ScheduleTrial, count_layers
 from penstock.planner.job.report import SearchSummary, write_report
 from penstock.planner.job.search import ConfigurationSearch, Trial, bound_seconds, list_configurations
-from penstock.planner.named_schedules import list_candidates
+from penstock.planner.named_schedules import can_be_spread, list_candidates
 from penstock.planner.profile import Profile
 from penstock.planner.request import SEARCHED, Progress, check_names
 from penstock.simulator.timeline import Timeline
@@ -197,7 +197,8 @@ def plan_job(
       all that divide the GPUs, the batch and the model: tensor degrees within a node, at least 4096 tokens per context rank, and up to 16
       samples per microbatch. For a profile, tensor and context degrees are 1, because nobody knows what half of a measured layer takes,
       and the microbatch sizes are those that were measured; others are scaled from the nearest;
-    - `vocabulary`: "ends" (embedding and head on the first and last stage), "spread" (shared among the pipeline ranks), or both by default;
+    - `vocabulary`: "ends" (embedding and head on the first and last stage), "head" (the head shared among the pipeline ranks), "spread"
+      (both shared), or several of them; all by default;
     - `selective`: whether attention without flash runs its scores again; both by default;
     - `recompute`: whether blocks may run their forward again, as many per stage as the memory asks for;
     - `schedules`: names of the zoo; by default those of `penstock.planner.job.pipelines.SCHEDULES`;
@@ -233,8 +234,10 @@ def predict_job(job: Job, configuration: Configuration, *, schedule: str = "1f1b
     costs = make_costs(job, chosen, bool(recompute))
     trials = PipelineTrials(costs, templates, recompute is None, limit).run()
     if not trials:
-        reasons = list_candidates(templates.names, chosen.pipeline, job.layers + sum(costs.ends))[1]
+        usable, reasons = list_candidates(templates.names, chosen.pipeline, count_layers(costs))
         reason = next(iter(reasons.values()), "it does not take this number of microbatches")
+        if costs.shares and not any(map(can_be_spread, usable)):
+            reason = "only schedules with one copy of the model share the vocabulary among the ranks: take vocabulary='ends'"
         raise PlanError(f"{schedule!r} does not go with {chosen.describe()}: {reason}")
     best = trials[0]
     if best.timed is None:
@@ -268,6 +271,6 @@ def _check_numbers(name: str, value: One) -> tuple[int, ...]:
 def _check_vocabulary(value: str | Sequence[str]) -> tuple[str, ...]:
     values = (value,) if isinstance(value, str) else tuple(value)
     for word in values:
-        if word not in (ENDS, SPREAD):
-            raise PlanError(f"vocabulary must be {ENDS!r} or {SPREAD!r}, got {word!r}")
+        if word not in VOCABULARIES:
+            raise PlanError(f"there is no vocabulary {word!r}: {nearest(str(word), VOCABULARIES)}")
     return values

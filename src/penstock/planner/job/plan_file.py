@@ -11,12 +11,12 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import FileFormatError, PenstockError
+from penstock.errors import FileFormatError, PenstockError, nearest
 from penstock.ir.formats import json_form, reading
 from penstock.ir.formats.csv_form import write_whole
 from penstock.ir.schedule import Schedule
 from penstock.planner.candidate import Candidate, Verdict
-from penstock.planner.job.configuration import ENDS, SPREAD, Configuration
+from penstock.planner.job.configuration import VOCABULARIES, Configuration
 from penstock.planner.job.costs import make_costs
 from penstock.planner.job.job import Job
 from penstock.planner.job.pipelines import ScheduleTrial
@@ -118,6 +118,12 @@ def _decode(data: dict[str, Any], schedule: Schedule, file: str) -> JobPlan:
             f"'schedule' has {schedule.describe()}, but the configuration asks for {configuration.pipeline} ranks and {microbatches} "
             "microbatches of whole sequences"
         )
+    shared = (0 in schedule.spread_stages, schedule.stages - 1 in schedule.spread_stages)
+    if shared != configuration.shared_ends:
+        raise refuse(
+            f"'schedule' shares {_name_ends(shared)} among the pipeline ranks, but the configuration has vocabulary="
+            f"{configuration.vocabulary!r}, which shares {_name_ends(configuration.shared_ends)}"
+        )
     never, limits = (False,) * schedule.stages, (job.limit,) * schedule.ranks
     problem = Problem.cut(costs.profile(inner), schedule.placement, microbatches, partition, never, limits)
     candidate = Candidate.time(data["schedule_name"], problem, schedule)
@@ -125,12 +131,16 @@ def _decode(data: dict[str, Any], schedule: Schedule, file: str) -> JobPlan:
     return JobPlan(job, configuration, pipeline, loaded=_decode_search(data, file))
 
 
+def _name_ends(shared: tuple[bool, bool]) -> str:
+    return " and ".join(name for name, is_shared in zip(("the embedding", "the head"), shared, strict=True) if is_shared) or "nothing"
+
+
 def _decode_configuration(data: dict[str, Any], file: str) -> Configuration:
     error = partial(FileFormatError, file)
     types: dict[str, tuple[type, ...]] = {field.name: (type(field.default),) for field in fields(Configuration)}
     reading.check_fields(data, types, error=lambda words: error(f"'configuration': {words}"), closed=True)
-    if data["vocabulary"] not in (ENDS, SPREAD):
-        raise error(f"'configuration': 'vocabulary' must be {ENDS!r} or {SPREAD!r}, got {data['vocabulary']!r}")
+    if data["vocabulary"] not in VOCABULARIES:
+        raise error(f"'configuration': there is no vocabulary {data['vocabulary']!r}: {nearest(data['vocabulary'], VOCABULARIES)}")
     small = [name for name, value in data.items() if type(value) is int and value < (0 if name == "sharding" else 1)]
     if small or data["sharding"] > 3:
         name = small[0] if small else "sharding"

@@ -71,6 +71,11 @@ class ProfileCosts:
         """Layers before and after those that can be recomputed."""
         return 0, 0
 
+    @property
+    def shares(self) -> tuple[Layer, ...]:
+        """Each pipeline rank's share of embedding and head: none, because the layers stay whole."""
+        return ()
+
     def count_layers(self) -> list[tuple[Layer, Layer, int]]:
         """Each layer, as it is and recomputed, and how often it occurs."""
         return [(layer, again, 1) for layer, again in zip(self.layers, self.recomputed_layers, strict=True)]
@@ -79,10 +84,6 @@ class ProfileCosts:
         """The times of F, I and W (rows) of every layer (columns)."""
         layers = [again if flag else layer for layer, again, flag in zip(self.layers, self.recomputed_layers, recomputed, strict=True)]
         return np.array([[getattr(layer, name) for layer in layers] for name in TIMES])
-
-    def count_waiting(self, layer: Layer) -> float:
-        """Bytes in a layer's `optimizer` that are activations: none."""
-        return 0.0
 
     def profile(self, recomputed: Sequence[bool] | None = None) -> Profile:
         """The whole model, with these layers recomputed; none by default."""

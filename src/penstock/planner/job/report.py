@@ -10,8 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from penstock.planner.candidate import Verdict
-from penstock.planner.job.configuration import DIMENSIONS
-from penstock.planner.job.costs import make_costs
+from penstock.planner.job.configuration import DIMENSIONS, HEAD, SPREAD
 from penstock.planner.job.pipelines import ScheduleTrial
 from penstock.planner.job.search import Trial
 from penstock.planner.partition.stage_costs import split_layers
@@ -104,12 +103,14 @@ def _list_alternatives(plan: JobPlan) -> list[Alternative]:
 
 def _compare(plan: JobPlan, name: str, value: Any, trials: list[Trial]) -> Alternative:
     fastest = min(trials, key=lambda trial: trial.seconds)
-    waiting = [trial.at_least for trial in trials if trial.verdict == Verdict.SLOW]
+    waiting = [trial.at_least for trial in trials if trial.verdict in {Verdict.SLOW, Verdict.REFUSED}]
     bound = min([fastest.seconds, *waiting])
     if fastest.seconds < math.inf:
         slower = fastest.seconds / plan.seconds - 1
         words = "as fast" if slower < 5e-5 else f"{slower:.1%} slower"
         return Alternative(name, value, fastest.seconds, bound, None, f"{words}: {_describe_rest(plan, fastest)}")
+    if waiting and bound < plan.seconds:
+        return Alternative(name, value, None, bound, None, "not timed: its orders are too long to share the vocabulary in")
     if waiting:
         return Alternative(name, value, None, bound, None, f"at least {bound / plan.seconds - 1:.1%} slower by its bound")
     nearest = min(trials, key=lambda trial: trial.excess)
@@ -151,11 +152,20 @@ def _write_summary(plan: JobPlan) -> Iterator[str]:
     optimizer = plan.job.optimizer if plan.job.profile is None else "the optimizer of the profile"
     yield f"  {'sharding':<12} ZeRO-{chosen.sharding} over {chosen.replicas} GPUs, {optimizer}"
     if plan.job.profile is None:
-        yield f"  {'vocabulary':<12} {'on the first and last stage' if chosen.vocabulary == 'ends' else 'shared among the pipeline ranks'}"
+        yield f"  {'vocabulary':<12} {_describe_vocabulary(plan)}"
     else:
         yield f"  {'whole layers':<12} tensor and context degrees are 1: a profile has the times of whole layers"
     yield f"  {'bound':<12} {units.time(plan.bound)} for every configuration: at most {plan.seconds / plan.bound - 1:.1%} to gain"
     yield f"  {'proof':<12} {len(plan.proof.rules)} rules hold over {plan.proof.actions} actions and {plan.proof.messages} messages"
+
+
+def _describe_vocabulary(plan: JobPlan) -> str:
+    shares, chosen = plan.profile.shares, plan.configuration
+    if not shares:
+        return "on the first and last stage"
+    shared = {HEAD: "embedding on the first stage, head shared", SPREAD: "embedding and head shared"}[chosen.vocabulary]
+    time = sum(share.time for share in shares)
+    return f"{shared} among the pipeline ranks: {plan.units.time(time)} per rank and microbatch"
 
 
 def _name_layer(plan: JobPlan) -> str:
@@ -199,12 +209,11 @@ def _write_schedules(plan: JobPlan) -> Iterator[str]:
 def _write_memory(plan: JobPlan) -> Iterator[str]:
     """The memory of the GPUs of each pipeline rank, with equal ranks joined."""
     placement, units = plan.schedule.placement, plan.units
-    layers, costs = split_layers(plan.profile, plan.partition), make_costs(plan.job, plan.configuration)
+    layers = split_layers(plan.profile, plan.partition)
     rows: list[tuple[str, ...]] = []
     for rank, peak in enumerate(plan.predicted.peak_memory):
-        own = [layer for stage in placement.stages_of(rank) for layer in layers[stage]]
+        own = [*(layer for stage in placement.stages_of(rank) for layer in layers[stage]), *plan.profile.shares]
         static = [sum(getattr(layer, name) for layer in own) for name in ("parameters", "gradients", "optimizer")]
-        static[-1] -= sum(costs.count_waiting(layer) for layer in own)
         rows.append((str(rank), *map(units.size, static), units.size(peak - sum(static)), units.size(peak), units.size(plan.job.limit)))
     grouped = []
     for same, group in groupby(rows, key=lambda row: row[1:]):
@@ -223,8 +232,9 @@ def _list_others(plan: JobPlan) -> Iterator[str]:
         for place, other in enumerate(others[:_SHOWN]):
             title, own = (_NAMES.get(name, name), str(getattr(plan.configuration, name))) if not place else ("", "")
             rows.append((title, own, str(other.value), "-" if other.seconds is None else plan.units.time(other.seconds), other.words))
-    fit, over, slow = (counts.get(verdict.value, 0) for verdict in (Verdict.FITS, Verdict.OVER, Verdict.SLOW))
+    fit, over, slow, long = (counts.get(verdict.value, 0) for verdict in (Verdict.FITS, Verdict.OVER, Verdict.SLOW, Verdict.REFUSED))
     tally = f"{fit} timed and fit; {over} do not fit; {slow} not timed, because the bound is above the best"
+    tally += f"; {long} not timed, because their orders are too long to share the vocabulary in" * bool(long)
     yield f"{sum(counts.values())} configurations: {tally}"
     if len(rows) > 1:
         yield ""

@@ -11,7 +11,7 @@ from typing import Any
 from penstock.errors import PlanError
 from penstock.ir.codes import MAX_MICROBATCHES
 from penstock.planner.candidate import Verdict
-from penstock.planner.job.configuration import DIMENSIONS, ENDS, SPREAD, Configuration
+from penstock.planner.job.configuration import DIMENSIONS, ENDS, VOCABULARIES, Configuration
 from penstock.planner.job.costs import JobCosts, make_costs
 from penstock.planner.job.job import Job
 from penstock.planner.job.pipelines import PipelineTrials, ScheduleTemplates, ScheduleTrial
@@ -24,6 +24,10 @@ MOST_SAMPLES = 16
 """Samples per microbatch at most, unless the size is given."""
 MOST_NEIGHBOURS = 8
 """Configurations that are timed at most to find the best with another value of one dimension."""
+_MOST_SHARED = 4096
+"""Ranks times microbatches of the longest pipeline with a shared vocabulary that is timed as a neighbour, if there are others."""
+_SPLIT_BACKWARD, _MOST_CHUNKS = 3, 8
+"""By what a guess of the bubble is divided: with a backward in two halves by so much, with stages in chunks by their number."""
 _UNITS = Units("s", True)
 
 
@@ -35,11 +39,15 @@ class Trial:
     bound: float
     """Seconds that no schedule, partition or recompute of this configuration can beat."""
     verdict: Verdict
-    """`FITS`, `OVER`, or `SLOW` if its bound is above the best."""
+    """`FITS`, `OVER`, `SLOW` if its bound is above the best, or `REFUSED` if only its orders are too long to share the vocabulary in."""
     schedules: tuple[ScheduleTrial, ...] = field(default=(), repr=False)
     """The fastest that fits first."""
     excess: float = 0.0
     """Bytes over the limit on the fullest GPU, if nothing fits."""
+
+    def keep_figures(self) -> Trial:
+        """The same without the orders and timelines of its schedules."""
+        return replace(self, schedules=tuple(tried.keep_figures() for tried in self.schedules))
 
     @property
     def at_least(self) -> float:
@@ -122,15 +130,15 @@ def _complete(job: Job, degrees: Configuration, wanted: Mapping[str, Sequence[An
         reasons.append(f"none of the profile's microbatch sizes divides the {per_replica} samples of each of {degrees.data} data ranks")
     sharding = wanted.get("sharding", (1, 2, 3) if degrees.replicas > 1 else (0,))
     can_spread, flash = job.profile is None and degrees.pipeline > 1, job.profile is not None or job.transformer.flash
-    vocabulary = wanted.get("vocabulary", (ENDS, SPREAD) if can_spread else (ENDS,))
+    vocabulary = wanted.get("vocabulary", VOCABULARIES if can_spread else (ENDS,))
     selective = wanted.get("selective", (False,) if flash else (False, True))
     for size, stage, split, again in product(samples, sharding, vocabulary, selective):
         if per_replica % size:
             reasons.append(f"microbatch={size} does not divide the {per_replica} samples of each of {degrees.data} data ranks")
         elif per_replica // size > MAX_MICROBATCHES:
             reasons.append(f"microbatch={size} makes {per_replica // size} microbatches, more than {MAX_MICROBATCHES}")
-        elif split == SPREAD and degrees.pipeline == 1:
-            reasons.append("vocabulary='spread' needs more than one pipeline rank")
+        elif split != ENDS and degrees.pipeline == 1:
+            reasons.append(f"vocabulary={split!r} needs more than one pipeline rank")
         elif again and flash:
             reasons.append("selective=True is for attention without flash: flash keeps no scores")
         else:
@@ -171,13 +179,14 @@ def bound_seconds(costs: JobCosts, microbatches: int) -> float:
     """Seconds that no pipeline of these layers beats: work and updates of the mean rank, or of the rank with the most layers of a kind."""
     ranks = costs.configuration.pipeline
     steps = [(microbatches * layer.time + layer.update, count) for layer, _, count in costs.count_layers()]
-    return max(sum(step * count for step, count in steps) / ranks, *(math.ceil(count / ranks) * step for step, count in steps))
+    shares = sum(microbatches * share.time + share.update for share in costs.shares)
+    return shares + max(sum(step * count for step, count in steps) / ranks, *(math.ceil(count / ranks) * step for step, count in steps))
 
 
 def bound_memory(costs: JobCosts) -> float:
     """Bytes that the fullest GPU holds at least: the mean of what ranks keep, and one microbatch with all recomputed that can be."""
     held = sum(count * min(one.static + one.activation for one in (layer, again)) for layer, again, count in costs.count_layers())
-    return held / costs.configuration.pipeline
+    return held / costs.configuration.pipeline + sum(share.static for share in costs.shares)
 
 
 # The search -----------------------------------------------------------------------------------------------------------
@@ -185,7 +194,7 @@ def bound_memory(costs: JobCosts) -> float:
 
 @dataclass
 class ConfigurationSearch:
-    """Times configurations in the order of their bounds until no other can be faster."""
+    """Times configurations in the order of a guess of their times, except those whose bound is not below the best."""
 
     job: Job
     configurations: Sequence[Configuration]
@@ -198,7 +207,7 @@ class ConfigurationSearch:
 
     def run(self) -> Trial:
         """The best configuration; raises `PlanError` if none fits."""
-        order = sorted((self._bound(configuration) for configuration in self.configurations), key=lambda trial: trial.bound)
+        order = sorted((self._bound(configuration) for configuration in self.configurations), key=self._guess)
         for done, trial in enumerate(order):
             if trial.verdict == Verdict.OVER or (self.best is not None and trial.bound >= self.best.seconds):
                 continue
@@ -215,23 +224,36 @@ class ConfigurationSearch:
     def _bound(self, configuration: Configuration) -> Trial:
         """The configuration with its bounds, not timed."""
         costs = make_costs(self.job, configuration)
-        microbatches = self.job.batch // (configuration.data * configuration.microbatch)
+        microbatches = self._count_microbatches(configuration)
         excess = bound_memory(costs) - self.job.limit
         verdict = Verdict.OVER if excess > 0 else Verdict.SLOW
         trial = Trial(configuration, bound_seconds(costs, microbatches), verdict, excess=max(excess, 0.0))
         self.trials[configuration] = trial
         return trial
 
-    def _time(self, trial: Trial, best: float) -> Trial:
+    def _guess(self, trial: Trial) -> float:
+        """About the seconds of a configuration: its bound, and the bubble of a good schedule."""
+        chosen, layers = trial.configuration, self.job.layers
+        microbatches = self._count_microbatches(chosen)
+        parts = min(max(layers // chosen.pipeline, _SPLIT_BACKWARD), _MOST_CHUNKS)
+        return trial.bound * (1 + (chosen.pipeline - 1) / (parts * microbatches))
+
+    def _time(self, trial: Trial, best: float, places_anew: bool = True) -> Trial:
         """Try the schedules of a configuration that may take less than the best time."""
-        schedules = tuple(PipelineTrials(make_costs(self.job, trial.configuration), self.templates, self.recompute).run(best))
+        costs = make_costs(self.job, trial.configuration)
+        schedules = tuple(PipelineTrials(costs, self.templates, self.recompute, places_anew=places_anew).run(best))
         fits = bool(schedules) and schedules[0].timed is not None
         open_bounds = [tried.bound for tried in schedules if not tried.excess]
         verdict = Verdict.FITS if fits else Verdict.SLOW if open_bounds else Verdict.OVER
+        if verdict == Verdict.SLOW and min(open_bounds) < best:
+            verdict = Verdict.REFUSED
         excess = min((tried.excess for tried in schedules), default=0.0) if verdict == Verdict.OVER else 0.0
         timed = replace(trial, verdict=verdict, schedules=schedules, excess=excess)
-        self.trials[trial.configuration] = timed
-        if fits and (self.best is None or timed.seconds < self.best.seconds):
+        wins = fits and (self.best is None or timed.seconds < self.best.seconds)
+        if wins and self.best is not None:
+            self.trials[self.best.configuration] = self.best.keep_figures()
+        self.trials[trial.configuration] = timed if wins else timed.keep_figures()
+        if wins:
             self.best = timed
         return timed
 
@@ -240,11 +262,19 @@ class ConfigurationSearch:
         for name in DIMENSIONS:
             for trials in self.group(name).values():
                 best = min(trial.seconds for trial in trials)
-                untimed = [trial for trial in trials if trial.verdict == Verdict.SLOW]
-                for trial in sorted(untimed, key=lambda trial: trial.at_least)[:MOST_NEIGHBOURS]:
-                    if trial.at_least >= best or self.stop():
+                untimed = [(self._is_long(trial.configuration), trial) for trial in trials if trial.verdict == Verdict.SLOW]
+                for is_long, trial in sorted(untimed, key=lambda pair: (pair[0], pair[1].at_least))[:MOST_NEIGHBOURS]:
+                    if self.stop() or (is_long and best < math.inf):
                         break
-                    best = min(best, self._time(trial, best).seconds)
+                    if trial.at_least < best:
+                        best = min(best, self._time(trial, best, places_anew=False).seconds)
+
+    def _is_long(self, configuration: Configuration) -> bool:
+        """Whether placing its shared vocabulary takes seconds."""
+        return any(configuration.shared_ends) and configuration.pipeline * self._count_microbatches(configuration) > _MOST_SHARED
+
+    def _count_microbatches(self, configuration: Configuration) -> int:
+        return self.job.batch // (configuration.data * configuration.microbatch)
 
     def group(self, name: str) -> dict[Any, list[Trial]]:
         """The trials by their value of a dimension."""

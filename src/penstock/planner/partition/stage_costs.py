@@ -160,9 +160,15 @@ def _list_share_costs(profile: Profile, placement: Placement) -> dict[str, Any]:
         "t": (embedding.w, head.w),
         "broadcast": brought,
         "combine": (brought[0], brought[1] + 2 * count_hops(ranks) * profile.latency),
-        "logits": (embedding.activation, max(head.activation, head.weight_stash) + ends[1]),
+        "logits": list_logits(profile),
     }
     return {name: (first, *between, last) for name, (first, last) in pairs.items()}
+
+
+def list_logits(profile: Profile) -> tuple[float, float]:
+    """What a rank holds of one microbatch from S to T: of the share of the embedding, and of that of the head with its input."""
+    embedding, head = profile.shares
+    return embedding.activation, max(head.activation, head.weight_stash) + profile.layers[-1].output
 
 
 def _add_shares(profile: Profile, placement: Placement, name: str, of_stages: tuple[float, ...]) -> tuple[float, ...]:

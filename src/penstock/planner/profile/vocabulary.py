@@ -32,12 +32,13 @@ def spread_ends(profile: Profile, ranks: int) -> Profile:
     embedding, *between, head = profile.layers
     hidden = between[-1].output
     ends = [Layer(name=layer.name, f=0.0, i=0.0, w=0.0, output=size) for layer, size in ((embedding, embedding.output), (head, hidden))]
-    shares = [_cut_share(embedding, ranks), _cut_share(head, ranks)]
+    shares = [cut_share(embedding, ranks), cut_share(head, ranks)]
     layers = [replace(layer, slices=None) for layer in (ends[0], *between, ends[1])]
     return replace(profile, layers=layers, shares=shares, tokens=None, variants=())
 
 
-def _cut_share(layer: Layer, ranks: int) -> Layer:
+def cut_share(layer: Layer, ranks: int) -> Layer:
+    """A rank's share of a layer that is spread over so many."""
     return replace(layer, **{name: getattr(layer, name) / ranks for name in _SHARED}, slices=None)
 
 
