@@ -6,12 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.errors import CostsError, PlanError
+from penstock.errors import CostsError, PlacementError, PlanError
 from penstock.ir.cluster import Cluster, Device
 from penstock.ir.kind import SPREAD
 from penstock.ir.placement import Placement
+from penstock.planner.partition.cut import cut_layers
 from penstock.planner.partition.stage_costs import stage_costs
 from penstock.planner.profile.vocabulary import spread_ends
 
@@ -101,6 +104,36 @@ def test_searched_orders_are_not_spread() -> None:
     plan = ps.plan(MODEL, **options, vocabulary=True)  # type: ignore[arg-type]
     assert {(candidate.name, candidate.vocabulary) for candidate in plan.candidates} >= {("1f1b", False), ("1f1b", True)}
     assert not any(candidate.vocabulary for candidate in plan.candidates if candidate.name == "searched")
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), placement=st.sampled_from([Placement.linear(3), Placement.v(2), Placement.v(4), Placement.looped(2, 3)]))
+def test_no_stage_is_only_a_spread_end(data: st.DataObject, placement: Placement) -> None:
+    """The ranks run the spread ends, so a stage of nothing else would be empty; of the other cuts the best is found."""
+    blocks = data.draw(st.integers(placement.stages - 1, placement.stages + 3))
+    times = data.draw(st.lists(st.sampled_from([0.2, 1.0, 1.1, 5.0]), min_size=blocks, max_size=blocks))
+    layers = [replace(BLOCK, f=time, i=time, w=time) for time in times]
+    profile = spread_ends(replace(MODEL, layers=[EMBEDDING, *layers, HEAD]), placement.ranks)
+    if blocks < placement.stages:
+        with pytest.raises(PlacementError, match=f"{blocks} layers? between the spread ends are too few for {placement.stages} stages"):
+            cut_layers(profile, placement)
+        return
+    cut = cut_layers(profile, placement)
+    assert min(cut.sizes[0], cut.sizes[-1]) >= 2
+    between = cut_layers(ps.Profile(layers), placement)
+    assert cut.load == pytest.approx(between.load) or not (cut.exact and between.exact)
+
+
+def test_plans_leave_a_layer_to_each_stage() -> None:
+    """Also where cuts are shifted to suit an order; a schedule with as many stages as layers is only tried without a spread vocabulary."""
+    slow, head = replace(BLOCK, f=2.0, i=2.0, w=2.0), replace(HEAD, f=12.0, i=12.0, w=12.0)
+    model = replace(MODEL, layers=[EMBEDDING, slow, *[BLOCK] * 7, head])
+    options = {**OPTIONS, "schedules": ["zbv", "interleaved-1f1b"]}
+    plan = ps.plan(model, **options, vocabulary=True)  # type: ignore[arg-type]
+    assert plan.vocabulary
+    assert min(plan.partition[0], plan.partition[-1]) >= 2
+    short = replace(MODEL, layers=[EMBEDDING, *[BLOCK] * 6, head])
+    assert not ps.plan(short, **options, vocabulary=True).vocabulary  # type: ignore[arg-type]
 
 
 def test_bad_input_is_refused() -> None:

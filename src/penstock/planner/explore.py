@@ -36,6 +36,7 @@ from penstock.planner.named_schedules import (
     try_settings,
 )
 from penstock.planner.offload import OffloadProblem, is_held_back, make_roomy_problem, offload, time_without_limit
+from penstock.planner.partition.cut import count_stage_layers
 from penstock.planner.problem import Problem
 from penstock.planner.profile import Profile
 from penstock.planner.request import SEARCHED, Progress, Request
@@ -194,7 +195,12 @@ class Explorer:
             request.names, request.ranks, len(request.profile), request.slices, request.no_slices, cluster=request.cluster
         )
         todo = sorted(((named, profile) for profile in request.profiles for named in usable), key=partial(order_by_effort, request))
-        spread = [(named, profile) for profile in request.spread_profiles for named in usable if can_be_spread(named)]
+        spread = [
+            (named, profile)
+            for profile in request.spread_profiles
+            for named in usable
+            if can_be_spread(named) and named.placement.stages <= count_stage_layers(profile)
+        ]
         todo += sorted(spread, key=partial(order_by_effort, request))
         simulate(lower(one_at_a_time(Placement.linear(1), 1)), Costs())  # loads the compiled simulator before anything is measured
         share = _NAMED_SHARE if request.searches else 1.0

@@ -67,7 +67,7 @@ def cut_layers(
     moves: bool = False,
     cluster: Cluster | None = None,
 ) -> LayerCut:
-    """Cut the layers into the placement's stages: contiguous, at least one layer per stage.
+    """Cut the layers into the placement's stages: contiguous, at least one layer per stage besides a spread embedding or head.
 
     Minimise the largest load of a rank (forward and both backward halves of all its stages) among the cuts that keep every rank
     within its limit at the given moments, and with one microbatch in all of its stages; among those take the most even stages.
@@ -82,16 +82,22 @@ def cut_layers(
         cluster.check_ranks(placement.ranks)
         cluster.check_copies(len(placement.copies))
     flags = (recompute,) * placement.stages if isinstance(recompute, bool) else tuple(recompute)
-    if len(profile) < placement.stages:
-        raise PlacementError(
-            f"{format_count(len(profile), 'layer')} are too few for {format_count(placement.stages, 'stage')}: take fewer ranks or chunks"
-        )
+    layers = count_stage_layers(profile)
+    if layers < placement.stages:
+        between = " between the spread ends" if profile.shares else ""
+        have, need = format_count(layers, "layer"), format_count(placement.stages, "stage")
+        raise PlacementError(f"{have}{between} are too few for {need}: take fewer ranks or chunks")
     within = None if limits is None else tuple(limits)
     cutting = Cutting(LayerRuns(profile, tuple(lengths)), placement, flags, within, tuple(moments), slack, moves, cluster)
     cuts, exact = _choose_cuts(cutting) if len(profile) > placement.stages else (np.arange(placement.stages + 1), True)
     row = cuts[None, :]
     excesses = tuple(cutting.excesses(row)[0].tolist())
     return LayerCut(tuple(np.diff(cuts).tolist()), float(cutting.loads(row).max()), exact, excesses)
+
+
+def count_stage_layers(profile: Profile) -> int:
+    """How many stages there may be: each needs a layer, other than an embedding or head that is spread over the ranks."""
+    return len(profile) - len(profile.shares)
 
 
 def _choose_cuts(cutting: Cutting) -> tuple[Ints, bool]:

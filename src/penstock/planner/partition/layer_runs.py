@@ -204,7 +204,10 @@ class Cutting:
         return [own, *(moment for moment in self.moments if moment.rank == rank)]
 
     def times(self, stage: int) -> Floats:
-        """Time of a rank on a stage, for every run of layers. Stages of equal devices, both recomputed or not, share a table."""
+        """Time of a rank on a stage, for every run of layers. Stages of equal devices, both recomputed or not, share a table.
+
+        If the embedding and the head are spread over the ranks, neither can be a stage on its own, and its time is infinite.
+        """
         return self._shares[self.placement.rank_of(stage)][self.recompute[stage]]
 
     @cached_property
@@ -217,6 +220,8 @@ class Cutting:
     @cached_property
     def _shares(self) -> list[tuple[Floats, Floats]]:
         shares = {id(tables): (self.share * tables[0], self.share * tables[1]) for tables in self._by_rank}
+        for table in (table for tables in shares.values() for table in tables if self.runs.profile.shares):
+            table[0, 1] = table[-2, -1] = np.inf
         return [shares[id(tables)] for tables in self._by_rank]
 
     def loads(self, cuts: Ints) -> Floats:
