@@ -185,7 +185,7 @@ class ProcessLane(CollectiveLane):
         return value
 
     def abandon(self) -> None:
-        """Also aborts the group, which must be one of this lane's own: collectives of NCCL in progress would wait for ever."""
+        """Also aborts the group, which must be one of this lane's own: NCCL collectives in progress would never end."""
         self._abandoned = True
         super().abandon()
         if self.group is not None:
@@ -291,10 +291,10 @@ class _RowShard:
         return slice(self.first, self.first + len(self.weight))
 
     def _find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Which tokens are rows of this rank, and their places among these rows; 0 for the others."""
+        """Which tokens are rows of this rank, and their places among these rows; any rows, about equally often, for the others."""
         place = tokens - self.first
         own = (place >= 0) & (place < len(self.weight))
-        return own, torch.where(own, place, 0)
+        return own, place.remainder(len(self.weight))
 
 
 def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -581,5 +581,6 @@ class SpreadEmbedding(_RowShard):
         own, place = self._find(tokens)
         if self.padding_idx is not None:
             own &= tokens != self.padding_idx
-        rows = torch.zeros_like(self.weight).index_add_(0, place[own], gradient[own].to(self.weight.dtype))
-        _add_gradient(self.weight, rows.detach())
+        # Tokens of other ranks add zeros: to select those of this rank, the host would have to wait for the device.
+        added = torch.where(own[..., None], gradient, 0.0).to(self.weight.dtype).flatten(0, -2)
+        _add_gradient(self.weight, torch.zeros_like(self.weight.detach()).index_add_(0, place.flatten(), added))
