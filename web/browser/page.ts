@@ -7,10 +7,14 @@ import type { Target } from "../src/draw/target.ts";
 const LIMIT = 60_000;
 const INSTALLED = "/usr/bin/chromium";
 
-/** Debian's browser, or else the one of the npm package; its own arguments run it in one process, which does not outlive a page. */
+/** Debian's browser, or else the one of the npm package, which the first call unpacks into the folder for temporary files. */
+export async function findBrowser(): Promise<string> {
+  return existsSync(INSTALLED) ? INSTALLED : (await import("@sparticuz/chromium")).default.executablePath();
+}
+
+/** The arguments of the npm package are not used: they run the browser in one process, which does not outlive a page. */
 export async function launch(): Promise<Browser> {
-  const executablePath = existsSync(INSTALLED) ? INSTALLED : await (await import("@sparticuz/chromium")).default.executablePath();
-  return chromium.launch({ executablePath, args: ["--no-sandbox", "--disable-gpu"] });
+  return chromium.launch({ executablePath: await findBrowser(), args: ["--no-sandbox", "--disable-gpu"] });
 }
 
 /** A page with everything on it that should not happen. */

@@ -4,6 +4,7 @@ import { mkdtempSync, rmSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import type { TestProject } from "vitest/node";
+import { findBrowser } from "./page.ts";
 import { python, run } from "./penstock.ts";
 
 declare module "vitest" {
@@ -21,6 +22,8 @@ export const AT_ONCE = 2;
 
 export default async function setup(project: TestProject): Promise<() => void> {
   const folder = mkdtempSync(join(tmpdir(), "penstock-page-"));
+  // Files that run at the same time, in this run or another, must not start a browser that one of them is still unpacking.
+  process.env.TMPDIR = folder;
   const command = ["-m", "penstock", "studio", "--port", "0", "--no-open"];
   const servers = Array.from({ length: AT_ONCE }, () => spawn(python(), command, { stdio: ["ignore", "pipe", "pipe"] }));
   const addresses = Promise.all(servers.map(listening));
@@ -30,6 +33,7 @@ export default async function setup(project: TestProject): Promise<() => void> {
     rmSync(folder, { recursive: true });
   };
   try {
+    await findBrowser();
     run("prepare.py", folder);
     project.provide("studios", await addresses);
     project.provide("folder", folder);
