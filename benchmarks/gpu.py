@@ -30,10 +30,11 @@ SECTIONS = {
     "memory": "gpu_memory",
     "partitions": "gpu_partitions",
     "uneven": "gpu_uneven",
+    "vocabulary": "gpu_vocabulary",
 }
 """Each section and the file that it is in; those first that the host's state tells on."""
 
-_SAME = "same to the last bit"
+_SAME = {"same to the last bit", "same losses"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -63,7 +64,7 @@ def fails(name: str, section: dict[str, Any], small: bool) -> bool:
     """Whether a section failed, or a row of it is not as it should be. At the tiny size numbers are judged, and no figures."""
     if "error" in section:
         return True
-    columns = {_SAME, "good"} if not small or name == "conformance" else {_SAME}
+    columns = {*_SAME, "good"} if not small or name == "conformance" else _SAME
     return any(row.get(column) == "NO" for row in section["rows"] for column in columns)
 
 

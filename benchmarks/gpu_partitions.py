@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import statistics
 import threading
 import time
 from collections import deque
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.planner.partition.stage_costs import stage_costs
 from penstock.runtime import Pipeline, launch
+from penstock.runtime.batch.result import StepResult
 from penstock.runtime.device.streams import create_streams
 from penstock.runtime.measure.profile import profile
 from penstock.simulator.timeline import Timeline
@@ -41,7 +41,7 @@ def partitions(device: Any, small: bool) -> dict[str, Any]:
     found = profile_part(model, x[:ROWS], lanes, small)
     rows = []
     for name, schedule, sizes in _schedules(found, layers, count, small):
-        rows.append(_row(name, schedule, sizes, found, measure_step(schedule, model, x, RANKS, sms, split=sizes)))
+        rows.append(_row(name, schedule, sizes, found, get_timeline(measure_step(schedule, model, x, RANKS, sms, split=sizes))))
     layer = found.layers[layers // 2]
     what = (
         f"{RANKS} virtual ranks, each on {SMS} multiprocessors that no other has, {layers} bf16 blocks of {width}, {count} "
@@ -56,8 +56,12 @@ def partitions(device: Any, small: bool) -> dict[str, Any]:
 def profile_part(model: nn.Sequential, sample: Tensor, lanes: Sequence[Any], small: bool) -> ps.Profile:
     """Of the blocks in the first part, while every other part runs such a block."""
     options: dict[str, Any] = {"loss_fn": mean_loss, "target": sample, "optimizer": None, "warmup": 1, "repeats": 1 if small else 5}
-    measured = profile_beside_others(list(model), sample, lanes, model[0], sample, small, **options)
-    return replace(measured, layers=[replace(layer, workspace=0.0) for layer in measured.layers])  # the allocator counts all parts'
+    return leave_out_workspace(profile_beside_others(list(model), sample, lanes, model[0], sample, small, **options))
+
+
+def leave_out_workspace(measured: ps.Profile) -> ps.Profile:
+    """The allocator counts that of all parts."""
+    return replace(measured, layers=[replace(layer, workspace=0.0) for layer in measured.layers])
 
 
 def profile_beside_others(  # noqa: PLR0917
@@ -143,20 +147,29 @@ def _each(measured: Timeline, layers: int) -> str:
     return ", ".join(f"{kind.upper()} {sum(costs.per_stage(kind, stages)) / layers * 1e3:.2f}" for kind in kinds)
 
 
-def measure_step(plan: Any, model: nn.Sequential, x: Tensor, ranks: int, sms: Any, **options: Any) -> Timeline:
-    """The step in the middle of several."""
+def measure_step(plan: Any, model: nn.Sequential, x: Tensor, ranks: int, sms: Any, **options: Any) -> StepResult:
+    """Run four steps, and return that of the last three whose time is in the middle.
 
-    def train() -> list[Timeline]:
-        pipe = Pipeline(copy.deepcopy(model), plan, loss_fn=mean_loss, record=True, **options)
-        found = []
+    The ranks' stages are parts of one model, which is in memory once. The target is the input and the loss `mean_loss`, if `options` do
+    not say otherwise.
+    """
+    options = {"loss_fn": mean_loss, "record": True, **options}
+    target = options.pop("target", x)
+
+    def train() -> list[StepResult]:
+        pipe = Pipeline(model, plan, **options)
+        results = []
         for _ in range(4):
-            made = pipe.step(x, target=x).timeline
-            assert made is not None
-            found.append(made)
+            results.append(pipe.step(x, target=target))
             for parameter in pipe.parameters():
                 parameter.grad = None
-        return found[1:]
+        return results[1:]
 
-    timelines = launch(train, ranks, sms=sms)[0]
-    middle = statistics.median_low(each.makespan for each in timelines)
-    return next(each for each in timelines if each.makespan == middle)
+    results = launch(train, ranks, sms=sms)[0]
+    return sorted(results, key=lambda result: get_timeline(result).makespan)[1]
+
+
+def get_timeline(result: StepResult) -> Timeline:
+    """The timeline of a recorded step."""
+    assert result.timeline is not None
+    return result.timeline

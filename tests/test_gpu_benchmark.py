@@ -22,13 +22,16 @@ def test_every_section_writes_its_rows(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert list(found["sections"]) == ["overhead", "graphs", "split", "overlap", "conformance", "memory", "partitions", "uneven"]
+    names = ["overhead", "graphs", "split", "overlap", "conformance", "memory", "partitions", "uneven", "vocabulary"]
+    assert list(found["sections"]) == names
     assert all(section["rows"] and "error" not in section for section in found["sections"].values())
     assert all(row["good"] == "yes" for row in found["sections"]["conformance"]["rows"])
     same = [row["same to the last bit"] for name in ("overlap", "graphs") for row in found["sections"][name]["rows"]]
     assert set(same) == {"yes"}
+    vocabulary = [(row["vocabulary"], row["same losses"]) for row in found["sections"]["vocabulary"]["rows"]]
+    assert vocabulary == [("the best uneven cut", ""), ("on all ranks", "yes")] * 2
     text = (tmp_path / "gpu.md").read_text()
-    assert text.count("\n## ") == 8
+    assert text.count("\n## ") == 9
     assert found["about"]["size"].startswith("tiny")
 
 
@@ -41,6 +44,7 @@ def test_it_ends_with_1_where_a_row_says_no(monkeypatch: pytest.MonkeyPatch) -> 
     assert not fails("split", slow, True)
     assert fails("conformance", slow, True)
     assert fails("graphs", other, True)
+    assert fails("vocabulary", {"rows": [{"same losses": "NO"}]}, True)
     assert fails("graphs", {"error": "of any kind"}, True)
     assert not fails("memory", {"rows": [{"good": "yes"}, {"rank": 1}]}, False)
 
