@@ -52,10 +52,10 @@ class Held:
             time.sleep(0.1)
 
 
-def assert_no_growth(found: list[list[Held]], limit: int) -> None:
-    """Between two moments on each rank, of which the first comes after caches were filled."""
+def assert_no_growth(found: list[list[Held]], limit: int, files: int = 0) -> None:
+    """Between two moments on each rank, of which the first comes after caches were filled; some `files` may be open that were not yet."""
     for before, after in found:
-        assert after.files <= before.files
+        assert after.files <= before.files + files, (before, after)
         assert after.threads <= before.threads
         assert after.tensors <= before.tensors + 8
         assert after.memory <= before.memory + limit, (before, after)
@@ -133,7 +133,8 @@ def test_many_failures(workers: Workers) -> None:
                 found.append(Held.now())
         return [*found, Held.after(found[0])]
 
-    assert_no_growth(workers.run(train, ranks=3), 4 * MEBIBYTE)
+    # Connections open when they are first needed, which a failure may come before. One file per failure would be 21.
+    assert_no_growth(workers.run(train, ranks=3), 4 * MEBIBYTE, files=8)
 
 
 def test_many_tasks(workers: Workers) -> None:

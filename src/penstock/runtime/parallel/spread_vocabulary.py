@@ -239,13 +239,14 @@ class SpreadVocabulary:
             shared = gather("lane of the vocabulary", MeetingPoint(self.group.ranks, self.deadline) if self.rank == 0 else None)[0]
             virtual = ThreadLane(self.rank, shared)
             virtual.on_join, virtual.before_take = parent.notify, partial(self._wait_for_threads, parent, rank, virtual)
+            virtual.on_take = self._note_waited
             gather("lane of the vocabulary", None)  # nobody asks who has joined before all have a lane
             return virtual
         assert isinstance(parent, Processes)
         processes = gather("lane of the vocabulary", dist.get_rank())
         group = dist.new_group(sorted(processes), timeout=timedelta(seconds=self.deadline), use_local_synchronization=True)
         lane = ProcessLane(group, processes)
-        lane.before_take = partial(self._wait_for_processes, parent)
+        lane.before_take, lane.on_take = partial(self._wait_for_processes, parent), self._note_waited
         return lane
 
     def _find_parent(self) -> tuple[Group, int]:
@@ -260,7 +261,6 @@ class SpreadVocabulary:
             group.wait(rank, lambda: lane.have_all_joined(collective), _WAIT, self.deadline)
         if collective.future.exception() is not None:  # waits for its end
             group.enter(rank, self.deadline)  # raises the failure that has ended the collective
-        self._note_waited()
 
     def _wait_for_processes(self, group: Processes, collective: JoinedCollective) -> None:
         """Wait for a collective, or until another rank of the group fails, which has all ranks of a mesh."""
@@ -269,7 +269,6 @@ class SpreadVocabulary:
             if not collective.future.done():
                 group.check_wait(_WAIT, self.deadline)
         group.activity(group.rank).waits = None
-        self._note_waited()
         error = collective.future.exception()
         if isinstance(error, RuntimeError):
             group.raise_lost(group.rank, _WAIT, error)

@@ -6,13 +6,16 @@ Each rank has some rows of both weights. `SpreadHead` and `SpreadEmbedding` have
 | action | head | embedding |
 |---|---|---|
 | `BROADCAST` | brings the head's input to all ranks | brings the gradient of the embedding's output to all ranks |
-| `S` | logits of the rank's rows, their largest and the sum of their exponentials, part of the input's gradient | the rank's rows |
-| `COMBINE` | largest and sum of all rows, and with them the losses and the gradient of the input | the sum of all ranks' rows |
+| `S` | logits of the rank's rows, their softmax and the logarithm of its denominator, part of the input's gradient | the rank's rows |
+| `COMBINE` | that logarithm for all rows, and with it the losses and the gradient of the input | the sum of all ranks' rows |
 | `T` | gradients of the rank's rows | gradients of the rank's rows |
 
-A softmax over the whole vocabulary needs its largest logit M and the sum Z of exp(logit - M). Rank r knows m_r and z_r of its own rows, so
-M is the largest m_r, and Z the sum of exp(m_r - M) z_r: two collectives of one number per token. The gradient of the head's input is the
-sum over the ranks of exp(m_r - M) / Z times what S has computed with exp(logit - m_r), less the weights of the target's row: a third one.
+Rank r knows the softmax of its own rows and z_r, the logarithm of the sum of their exponentials. That of all rows is z, the logarithm of
+the sum of exp(z_r): two collectives of one number per token, because the largest z_r comes first. The softmax over the whole vocabulary is
+the rank's times exp(z_r - z). The gradient of the head's input is the sum over the ranks of exp(z_r - z) times what S has computed with
+the rank's softmax, less the weights of the target's row: a third collective.
+
+S and T read and write the logits as few times as torch's own softmax does, because on a GPU these passes take a good part of their time.
 
 The collectives of both layers run in the background on one `CollectiveLane`, one at a time and in the order in which they are joined: that
 order is the same on all ranks, as the verifier's rule `joined` proves. The losses are those of `torch.nn.functional.cross_entropy`.
@@ -34,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.errors import PipelineError
-from penstock.runtime.batch.loss import LogitMap
+from penstock.runtime.batch.loss import NO_MAP, LogitMap
 from penstock.runtime.device.streams import create_streams, record_event, record_use, use_stream, wait_event
 from penstock.runtime.device.timing import mark_time
 from penstock.runtime.torch_internals.tensors import post_accumulate_hooks
@@ -82,6 +85,8 @@ class CollectiveLane(ABC):
         """Called by the rank's thread when it has joined a collective."""
         self.before_take: Callable[[JoinedCollective], None] | None = None
         """Called by the rank's thread before it takes the result of a collective, to wait for it in another way; may raise."""
+        self.on_take: Callable[[], None] | None = None
+        """Called by the rank's thread when it has the result of a collective, and so has its stream."""
         self.times: list[tuple[Any, Any]] | None = None
         """When each collective began on this rank and when it ended, as `mark_time` tells it; None unless these are recorded."""
         self._thread = ThreadPoolExecutor(1, f"collectives of rank {rank}", initializer=use_stream, initargs=(create_streams(2)[1],))
@@ -112,6 +117,8 @@ class CollectiveLane(ABC):
             self.before_take(collective)
         value, done = collective.future.result()
         wait_event(done)
+        if self.on_take is not None:
+            self.on_take()
         record_use(value)
         return value
 
@@ -301,6 +308,17 @@ def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
     """Add to a parameter's gradient, and run its post-accumulate hooks, as autograd does."""
     gradient = gradient.to(parameter.dtype)
     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    _run_hooks(parameter)
+
+
+def _add_product(parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
+    """The same for the product of two matrices, which is added as it is computed."""
+    parameter.grad = left @ right if parameter.grad is None else parameter.grad.addmm_(left, right)
+    _run_hooks(parameter)
+
+
+def _run_hooks(parameter: nn.Parameter) -> None:
+    """Run the post-accumulate hooks of a parameter."""
     hooks = post_accumulate_hooks(parameter)
     for hook in list(hooks.values()) if hooks else ():
         hook(parameter)
@@ -310,35 +328,30 @@ class _Share(NamedTuple):
     """What S of the head has made of a microbatch."""
 
     hidden: Tensor | None
-    """The head's input, one row per token. None without gradients, like the exponentials and the gradient."""
-    exponentials: Tensor | None
-    """exp(logit - largest) of the rank's rows, times the slopes of capped logits. None if these are frozen, too."""
-    largest: Tensor
-    total: Tensor
-    """The sum of the exponentials."""
+    """The head's input, one row per token. None without gradients, like the softmax and the gradient."""
+    softmax: Tensor | None
+    """Of the rank's rows, times the slopes of capped logits, in the type of the weights. None if these are frozen, too."""
+    log_total: Tensor
+    """The logarithm of the sum of the exponentials of the rank's logits."""
     picked: Tensor
     """The logit of the target, on the rank that has its row; else 0."""
     gradient: Tensor | None
-    """The exponentials times the slopes and the weights."""
+    """The softmax times the slopes and the weights."""
     slope: Tensor | None
     """The slope of the target's capped logit. None without a cap."""
     own: Tensor
     """Whether the target is a row of this rank and counts."""
     place: Tensor
+    """The row of the target among those of this rank; any row if it has another."""
     scale: Tensor
     """How much the loss of each token counts, times the scale of the logits."""
-
-    def take_target_slopes(self, dtype: torch.dtype) -> Tensor:
-        """The slope of the target's logit if this rank has its row, else 0."""
-        own = self.own.to(dtype)
-        return own if self.slope is None else own * self.slope
 
 
 class _Combined(NamedTuple):
     """What COMBINE of the head has made of a microbatch."""
 
     factor: Tensor
-    """From the rank's exponentials to probabilities."""
+    """From the rank's softmax to that of all rows."""
     losses: Tensor
     gradient: Tensor | None
     """Of the head's input, on the owner."""
@@ -349,9 +362,9 @@ class SpreadHead(_RowShard):
 
     `weight` (vocabulary x hidden) and `bias` are the whole ones, the same on every rank, which keeps its own rows. With a `SpreadEmbedding`
     in place of the weight, both layers share one parameter, and their gradients add up in it (tied embeddings). `owner` is the rank of the
-    last stage. Exponentials and sums are computed in float32, or in the type of the weight if that has more digits. Targets equal to
-    `ignore_index` have no loss. Logits are the products of the rows times `logit_scale`, and with a `logit_cap` then
-    `logit_cap * tanh(logits / logit_cap)`.
+    last stage. Exponentials, sums and losses are computed in float32, or in the type of the weight if that has more digits; the softmax is
+    kept in the type of the weight. Targets equal to `ignore_index` have no loss. Logits are the products of the rows times `logit_scale`,
+    and with a `logit_cap` then `logit_cap * tanh(logits / logit_cap)`.
 
     For each microbatch, by its number, every rank calls `join_broadcast`, `run_share` and `join_combine` in this order, and then once
     each, in any order, `add_weight_gradients`, `take_losses` and, on the owner, `take_input_gradient`. Calls for different microbatches may
@@ -446,18 +459,18 @@ class SpreadHead(_RowShard):
         with torch.no_grad():
             output = functional.linear(hidden, self.weight, self.bias)
             returned = self.logit_map.apply(output.clone()).view(*shape, -1) if outputs else None
-            logits = self.logit_map.apply(output.to(self.dtype))
-            slopes = self._compute_slopes(logits) if gradients else None
-            largest = logits.amax(dim=1)
-            picked = torch.where(own, logits.gather(1, place[:, None])[:, 0], 0.0)
-            exponentials = logits.sub_(largest[:, None]).exp_()
-            total = exponentials.sum(dim=1)
-            if slopes is not None:
-                exponentials *= slopes
-            gradient = (exponentials.to(self.weight.dtype) @ self.weight).to(self.dtype) if gradients else None
-        kept = exponentials if gradients and self._trains else None
-        slope = None if slopes is None else self._compute_slopes(picked)
-        self._shares[unit] = _Share(hidden if gradients else None, kept, largest, total, picked, gradient, slope, own, place, scale)
+            logits = output if self.logit_map == NO_MAP else self.logit_map.apply(output.to(self.dtype))
+            largest, column = logits.max(dim=1, keepdim=True)
+            log_softmax = functional.log_softmax(logits, dim=1, dtype=self.dtype)
+            log_total = (largest - log_softmax.gather(1, column))[:, 0]
+            picked = torch.where(own, logits.gather(1, place[:, None])[:, 0].to(self.dtype), 0.0)
+            softmax = gradient = slope = None
+            if gradients:
+                slopes, slope = self._compute_slopes(logits), self._compute_slopes(picked)
+                softmax = torch.exp(log_softmax, out=output) if slopes is None else log_softmax.exp_().mul_(slopes).to(output.dtype)
+                gradient = (softmax @ self.weight).to(self.dtype)
+        kept = softmax if self._trains else None
+        self._shares[unit] = _Share(hidden if gradients else None, kept, log_total, picked, gradient, slope, own, place, scale)
         return returned
 
     def _compute_slopes(self, logits: Tensor) -> Tensor | None:
@@ -465,7 +478,7 @@ class SpreadHead(_RowShard):
         return None if self.logit_map.cap is None else 1 - (logits / self.logit_map.cap) ** 2
 
     def join_combine(self, unit: int) -> None:
-        """COMBINE: the largest logit and the sum of exponentials over all rows, the losses, and the gradient of the head's input."""
+        """COMBINE: the denominator of the softmax over all rows, the losses, and the gradient of the head's input."""
         share = self._shares[unit]
         combined = self.lane.join(lambda: self._combine(share), *(tensor for tensor in share if tensor is not None))
         self._losses[unit] = combined
@@ -477,15 +490,15 @@ class SpreadHead(_RowShard):
             self._gradients[unit] = combined
 
     def _combine(self, share: _Share) -> _Combined:
-        largest = self.lane.find_largest(share.largest.clone())
-        rescale = (share.largest - largest).exp()
-        total, picked = self.lane.sum_everywhere(torch.stack((share.total * rescale, share.picked)))
-        factor = rescale / total
-        losses = torch.where(share.scale != 0, total.log() + largest - picked, 0.0)
+        largest = self.lane.find_largest(share.log_total.clone())
+        total, picked = self.lane.sum_everywhere(torch.stack(((share.log_total - largest).exp(), share.picked)))
+        log_total = largest + total.log()
+        factor = (share.log_total - log_total).exp()
+        losses = torch.where(share.scale != 0, log_total - picked, 0.0)
         if share.hidden is None or share.gradient is None:
             return _Combined(factor, losses, None)
-        target = share.take_target_slopes(share.gradient.dtype)[:, None] * self.weight.detach()[share.place]
-        gradient = share.gradient * factor[:, None] - target
+        slope = share.own if share.slope is None else share.own * share.slope
+        gradient = share.gradient * factor[:, None] - slope[:, None] * self.weight.detach()[share.place]
         gradient = self.lane.sum_on(self.owner, gradient * share.scale[:, None])
         return _Combined(factor, losses, gradient.to(share.hidden.dtype))
 
@@ -504,17 +517,19 @@ class SpreadHead(_RowShard):
     def add_weight_gradients(self, unit: int) -> None:
         """T: add to the gradients of the rank's rows, and let go of the logits. Waits for the COMBINE."""
         combined, share = self.lane.take(self._factors.pop(unit)), self._shares.pop(unit)
-        if share.exponentials is None:  # frozen
+        if share.softmax is None:  # frozen
             return
         with torch.no_grad():
             assert share.hidden is not None
-            errors = share.exponentials.mul_(combined.factor[:, None])
-            errors[torch.arange(len(errors), device=errors.device), share.place] -= share.take_target_slopes(errors.dtype)
-            errors *= share.scale[:, None]
+            errors = share.softmax.mul_((combined.factor * share.scale)[:, None])
+            column = share.place[:, None]
+            targets = torch.expm1(-combined.losses) * share.scale  # the softmax less 1, with all digits if it is close to 1
+            targets = targets if share.slope is None else targets * share.slope
+            errors.scatter_(1, column, torch.where(share.own[:, None], targets[:, None].to(errors.dtype), errors.gather(1, column)))
             if self.bias is not None and self.bias.requires_grad:
-                _add_gradient(self.bias, errors.sum(dim=0))
+                _add_gradient(self.bias, errors.sum(dim=0, dtype=self.dtype))
             if self.weight.requires_grad:
-                _add_gradient(self.weight, errors.to(self.weight.dtype).t() @ share.hidden)
+                _add_product(self.weight, errors.t(), share.hidden)
 
 
 class SpreadEmbedding(_RowShard):
