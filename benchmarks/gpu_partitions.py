@@ -17,6 +17,7 @@ from benchmarks.gpu_time import wait
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock.ir.kind import Kind
 from penstock.planner.partition.stage_costs import stage_costs
 from penstock.runtime import Pipeline, launch
 from penstock.runtime.batch.result import StepResult
@@ -167,6 +168,18 @@ def measure_step(plan: Any, model: nn.Sequential, x: Tensor, ranks: int, sms: An
 
     results = launch(train, ranks, sms=sms)[0]
     return sorted(results, key=lambda result: get_timeline(result).makespan)[1]
+
+
+def compare_kinds(measured: Timeline, predicted: Timeline) -> str:
+    """What the actions of each kind took, over what was predicted for them."""
+    ratios = []
+    for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.S, Kind.T):
+        rows = measured.table.rows
+        own = rows.is_kind(kind)[rows.heads]
+        took, expected = ((timeline.end - timeline.start)[own].sum() for timeline in (measured, predicted))
+        if expected:
+            ratios.append(f"{kind.name} {took / expected:.2f}")
+    return ", ".join(ratios)
 
 
 def get_timeline(result: StepResult) -> Timeline:

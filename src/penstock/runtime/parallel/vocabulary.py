@@ -15,8 +15,6 @@ the sum of exp(z_r): two collectives of one number per token, because the larges
 the rank's times exp(z_r - z). The gradient of the head's input is the sum over the ranks of exp(z_r - z) times what S has computed with
 the rank's softmax, less the weights of the target's row: a third collective.
 
-S and T read and write the logits as few times as torch's own softmax does, because on a GPU these passes take a good part of their time.
-
 The collectives of both layers run in the background on one `CollectiveLane`, one at a time and in the order in which they are joined: that
 order is the same on all ranks, as the verifier's rule `joined` proves. The losses are those of `torch.nn.functional.cross_entropy`.
 """
@@ -38,6 +36,7 @@ from torch.nn import functional
 
 from penstock.errors import PipelineError
 from penstock.runtime.batch.loss import NO_MAP, LogitMap
+from penstock.runtime.device.rows import scale_rows, take_softmax
 from penstock.runtime.device.streams import create_streams, record_event, record_use, use_stream, wait_event
 from penstock.runtime.device.timing import mark_time
 from penstock.runtime.torch_internals.tensors import post_accumulate_hooks
@@ -460,16 +459,12 @@ class SpreadHead(_RowShard):
             output = functional.linear(hidden, self.weight, self.bias)
             returned = self.logit_map.apply(output.clone()).view(*shape, -1) if outputs else None
             logits = output if self.logit_map == NO_MAP else self.logit_map.apply(output.to(self.dtype))
-            largest, column = logits.max(dim=1, keepdim=True)
-            log_softmax = functional.log_softmax(logits, dim=1, dtype=self.dtype)
-            log_total = (largest - log_softmax.gather(1, column))[:, 0]
             picked = torch.where(own, logits.gather(1, place[:, None])[:, 0].to(self.dtype), 0.0)
-            softmax = gradient = slope = None
-            if gradients:
-                slopes, slope = self._compute_slopes(logits), self._compute_slopes(picked)
-                softmax = torch.exp(log_softmax, out=output) if slopes is None else log_softmax.exp_().mul_(slopes).to(output.dtype)
-                gradient = (softmax @ self.weight).to(self.dtype)
-        kept = softmax if self._trains else None
+            slopes, slope = (self._compute_slopes(values) if gradients else None for values in (logits, picked))
+            log_total = take_softmax(logits)
+            softmax = logits if slopes is None else logits.mul_(slopes).to(output.dtype)
+            gradient = (softmax @ self.weight).to(self.dtype) if gradients else None
+        kept = softmax if gradients and self._trains else None
         self._shares[unit] = _Share(hidden if gradients else None, kept, log_total, picked, gradient, slope, own, place, scale)
         return returned
 
@@ -521,8 +516,8 @@ class SpreadHead(_RowShard):
             return
         with torch.no_grad():
             assert share.hidden is not None
-            errors = share.softmax.mul_((combined.factor * share.scale)[:, None])
-            column = share.place[:, None]
+            errors, column = share.softmax, share.place[:, None]
+            scale_rows(errors, combined.factor * share.scale)
             targets = torch.expm1(-combined.losses) * share.scale  # the softmax less 1, with all digits if it is close to 1
             targets = targets if share.slope is None else targets * share.slope
             errors.scatter_(1, column, torch.where(share.own[:, None], targets[:, None].to(errors.dtype), errors.gather(1, column)))
@@ -598,4 +593,7 @@ class SpreadEmbedding(_RowShard):
             own &= tokens != self.padding_idx
         # Tokens of other ranks add zeros: to select those of this rank, the host would have to wait for the device.
         added = torch.where(own[..., None], gradient, 0.0).to(self.weight.dtype).flatten(0, -2)
-        _add_gradient(self.weight, torch.zeros_like(self.weight.detach()).index_add_(0, place.flatten(), added))
+        if self.weight.grad is None:
+            self.weight.grad = torch.zeros_like(self.weight.detach())
+        self.weight.grad.index_add_(0, place.flatten(), added)
+        _run_hooks(self.weight)

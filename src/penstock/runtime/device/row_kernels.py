@@ -1,0 +1,65 @@
+"""The passes of `rows` as kernels in Triton, for matrices of float32, bfloat16 or float16. Imported only on a GPU."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton import language as tl
+
+_BLOCK = 4096
+"""Columns that a program looks at together."""
+_WARPS = 8
+
+
+def take_softmax(logits: Tensor) -> Tensor:
+    rows, columns = logits.shape
+    totals = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        _softmax_kernel[rows,](logits, totals, logits.stride(0), columns, BLOCK=_BLOCK, num_warps=_WARPS)
+    return totals
+
+
+def scale_rows(matrix: Tensor, factors: Tensor) -> None:
+    rows, columns = matrix.shape
+    if rows:
+        _scale_kernel[rows,](matrix, factors.contiguous(), matrix.stride(0), columns, BLOCK=_BLOCK, num_warps=_WARPS)
+
+
+@triton.jit
+def _softmax_kernel(logits, totals, stride, columns, BLOCK: tl.constexpr):
+    """One row. Each lane keeps the largest logit and the sum of its columns, so that one reading is enough for both."""
+    row = tl.program_id(0).to(tl.int64)
+    begin = logits + row * stride
+    lanes = tl.arange(0, BLOCK)
+    largest = tl.full([BLOCK], -3.4e38, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, columns, BLOCK):
+        places = first + lanes
+        values = tl.load(begin + places, mask=places < columns, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(largest, values)
+        total = total * tl.exp(largest - higher) + tl.exp(values - higher)
+        largest = higher
+    top = tl.max(largest, axis=0)
+    log_total = top + tl.log(tl.sum(total * tl.exp(largest - top), axis=0))
+    tl.store(totals + row, log_total)
+    shift = tl.where(log_total == -float("inf"), 0.0, log_total)
+    for first in range(0, columns, BLOCK):
+        places = first + lanes
+        values = tl.load(begin + places, mask=places < columns, other=0.0).to(tl.float32)
+        tl.store(begin + places, tl.exp(values - shift).to(logits.dtype.element_ty), mask=places < columns)
+
+
+@triton.jit
+def _scale_kernel(matrix, factors, stride, columns, BLOCK: tl.constexpr):
+    """One row."""
+    row = tl.program_id(0).to(tl.int64)
+    begin = matrix + row * stride
+    factor = tl.load(factors + row).to(tl.float32)
+    for first in range(0, columns, BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        values = tl.load(begin + places, mask=places < columns, other=0.0).to(tl.float32)
+        tl.store(begin + places, (values * factor).to(matrix.dtype.element_ty), mask=places < columns)
