@@ -11,17 +11,35 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock as ps
 from models.tiny import batch, llama
-from penstock.runtime import Pipeline, add_metric
+from penstock.runtime import Pipeline, TokenCrossEntropy, add_metric
 from penstock.runtime.batch import loss
 from penstock.runtime.batch.loss import Loss, read_numbers
 from penstock.runtime.batch.result import ResultShare
 from penstock.runtime.launch.workers import Workers
+from penstock.runtime.parallel import spread_vocabulary
+from runtime.spread_models import build_model, draw_batch, spread
 
 READS = ("__bool__", "__float__", "__int__", "__index__", "cpu", "item", "numpy", "tolist")
 """Everything that brings a value to the host."""
+
+
+class CountShapes(TorchDispatchMode):
+    """Notes each operation whose result has a shape that depends on values, for which the host waits too."""
+
+    def __init__(self, reads: list[str]) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        masks = [index for index in args[1] if index is not None and index.dtype == torch.bool] if name in {"index", "index_put_"} else []
+        if masks or name in {"nonzero", "masked_select", "_unique2", "unique_dim"}:
+            self.reads.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -42,7 +60,8 @@ def counted(reads: list[str]) -> Iterator[None]:
     for name in READS:
         setattr(Tensor, name, count(name))
     try:
-        yield
+        with CountShapes(reads):
+            yield
     finally:
         for name, method in own.items():
             delattr(Tensor, name) if method is None else setattr(Tensor, name, method)
@@ -63,7 +82,8 @@ class Reporting(nn.Module):
 def steady_reads(pipe: Pipeline, make: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]) -> list[list[str]]:
     """The reads of the third step with 4 microbatches and with 16, as if all targets were on a device."""
     found = []
-    is_on_host, loss.is_on_host = loss.is_on_host, lambda tensor: False
+    is_on_host = loss.is_on_host
+    loss.is_on_host = spread_vocabulary.is_on_host = lambda tensor: False
     try:
         for count in (4, 16):
             for _ in range(3):
@@ -73,7 +93,7 @@ def steady_reads(pipe: Pipeline, make: Callable[[int], tuple[tuple[Any, ...], di
                     pipe.step(*args, microbatches=count, **options)
             found.append(sorted(reads))
     finally:
-        loss.is_on_host = is_on_host
+        loss.is_on_host = spread_vocabulary.is_on_host = is_on_host
     return found
 
 
@@ -112,6 +132,23 @@ def test_labels_of_a_transformers_model_are_counted_at_once(workers: Workers, na
     for few, many in workers.run(run, ranks=2):
         assert few == many
         assert few in (["tolist"], ["cpu", "tolist"])
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_a_spread_vocabulary_looks_at_no_tokens_on_a_device(workers: Workers, name: str) -> None:
+    def run() -> list[list[str]]:
+        schedule = spread(name, 2, 4)
+        pipe = Pipeline(build_model(schedule.stages), schedule, loss_fn=TokenCrossEntropy())
+
+        def make(count: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            tokens, targets = draw_batch(count, 5)
+            return (tokens,), {"target": targets}
+
+        return steady_reads(pipe, make)
+
+    for few, many in workers.run(run, ranks=2):
+        assert few == many
+        assert few in ([], ["cpu"])  # the result
 
 
 def test_numbers_are_read_as_they_are_one_by_one() -> None:

@@ -173,7 +173,7 @@ class SpreadVocabulary:
                         f"targets have {targets.dim()} dimensions, for which cross_entropy expects the vocabulary in dimension 1 of the "
                         "output: give loss_fn=TokenCrossEntropy()"
                     )
-                _check_range(targets[targets != self.entropy.ignore_index], self._rows["head"], "target")
+                _check_range(targets, self._rows["head"], "target", ignored=self.entropy.ignore_index)
             self.targets = None if feed.targets is None else list(map(self.entropy.align, feed.targets))
         if self.head is not None and not training:
             self._agree_on_targets(feed)
@@ -281,9 +281,12 @@ class SpreadVocabulary:
             activity.watch.begin_again()
 
 
-def _check_range(numbers: Tensor, rows: int, what: str) -> None:
+def _check_range(numbers: Tensor, rows: int, what: str, ignored: int | None = None) -> None:
     """Refuse numbers outside of the vocabulary; those on a device are not looked at, because the host would wait for them."""
-    if is_on_host(numbers) and numbers.numel():
-        low, high = (int(end) for end in torch.aminmax(numbers))
+    if not is_on_host(numbers):
+        return
+    counted = numbers if ignored is None else numbers[numbers != ignored]
+    if counted.numel():
+        low, high = (int(end) for end in torch.aminmax(counted))
         if low < 0 or high >= rows:
             raise ScheduleError(f"{what} {low if low < 0 else high} is outside of the vocabulary of {rows} rows")
