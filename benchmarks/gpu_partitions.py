@@ -152,7 +152,8 @@ def measure_step(plan: Any, model: nn.Sequential, x: Tensor, ranks: int, sms: An
     """Run four steps, and return that of the last three whose time is in the middle.
 
     The ranks' stages are parts of one model, which is in memory once. The target is the input and the loss `mean_loss`, if `options` do
-    not say otherwise.
+    not say otherwise. Ranks meet before each step: the host, which makes the last step's timeline on one rank after the other, would
+    otherwise begin the next step in between.
     """
     options = {"loss_fn": mean_loss, "record": True, **options}
     target = options.pop("target", x)
@@ -161,6 +162,7 @@ def measure_step(plan: Any, model: nn.Sequential, x: Tensor, ranks: int, sms: An
         pipe = Pipeline(model, plan, **options)
         results = []
         for _ in range(4):
+            pipe.gather("begin", None)
             results.append(pipe.step(x, target=target))
             for parameter in pipe.parameters():
                 parameter.grad = None
