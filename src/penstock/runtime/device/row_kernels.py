@@ -10,6 +10,8 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
+from penstock.runtime.device.gpu import cuda
+
 _BLOCK = 4096
 """Columns that a program looks at together."""
 _WARPS = 8
@@ -19,7 +21,7 @@ def take_softmax(logits: Tensor) -> Tensor:
     rows, columns = logits.shape
     totals = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
-        with torch.cuda.device(logits.device):  # Triton launches on the current device, whichever the tensors are on
+        with cuda.device(logits.device):  # Triton launches on the current device, whichever the tensors are on
             _softmax_kernel[rows,](logits, totals, logits.stride(0), columns, BLOCK=_BLOCK, num_warps=_WARPS)
     return totals
 
@@ -27,7 +29,7 @@ def take_softmax(logits: Tensor) -> Tensor:
 def scale_rows(matrix: Tensor, factors: Tensor) -> None:
     rows, columns = matrix.shape
     if rows:
-        with torch.cuda.device(matrix.device):
+        with cuda.device(matrix.device):
             _scale_kernel[rows,](matrix, factors.contiguous(), matrix.stride(0), columns, BLOCK=_BLOCK, num_warps=_WARPS)
 
 
