@@ -94,6 +94,31 @@ def test_logits_with_a_factor_and_a_soft_cap(scale: float, cap: float | None) ->
         torch.testing.assert_close(value, wanted.detach(), rtol=1e-12, atol=1e-12)
 
 
+def test_large_logits_keep_their_digits() -> None:
+    """In float32: differences of logits of some ten thousands count, and these are whole numbers, so that the products are exact."""
+    hidden, weight = (
+        torch.randint(-99, 99, shape, generator=torch.Generator().manual_seed(7)) for shape in ((TOKENS, HIDDEN), (9, HIDDEN))
+    )
+    weight[1::3] = weight[::3]  # rows with the same logits, so that no softmax is all of it
+    targets = torch.tensor([0, 3, 6, 1, 4, 7])
+
+    def train(lane: ThreadLane) -> list[Any]:
+        head = SpreadHead(weight.float(), lane=lane, owner=0)
+        head.join_broadcast(0, hidden.float())
+        head.run_share(0, targets)
+        head.join_combine(0)
+        head.add_weight_gradients(0)
+        return [head.take_losses(0), head.take_input_gradient(0) if lane.rank == 0 else None, head.weight.grad]
+
+    found = run_ranks(2, train)
+    x, w = (value.double().requires_grad_() for value in (hidden, weight))
+    losses = functional.cross_entropy(x @ w.t(), targets, reduction="none")
+    losses.sum().backward()
+    for value, wanted in ((found[0][0], losses), (found[0][1], x.grad), (torch.cat([of_rank[2] for of_rank in found]), w.grad)):
+        assert wanted is not None
+        torch.testing.assert_close(value.double(), wanted.detach(), rtol=2e-6, atol=2e-5)
+
+
 def test_logits_without_a_size_are_refused() -> None:
     (lane,) = ThreadLane.create(1)
     with lane, pytest.raises(PipelineError, match=r"logit_scale is 1.0 and logit_cap 0: the scale must not be 0"):

@@ -1,7 +1,7 @@
 """The passes of `rows` as kernels in Triton, for matrices of float32, bfloat16 or float16. Imported only on a GPU."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803
+# ruff: noqa: N803, PLR0917
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _WARPS = 8
 
 def take_softmax(logits: Tensor) -> Tensor:
     rows, columns = logits.shape
-    totals = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    largest, sums = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
     if rows:
-        with cuda.device(logits.device):  # Triton launches on the current device, whichever the tensors are on
-            _softmax_kernel[rows,](logits, totals, logits.stride(0), columns, BLOCK=_BLOCK, num_warps=_WARPS)
-    return totals
+        with cuda.device_of(logits):  # Triton launches on the current device, whichever the tensors are on
+            _softmax_kernel[rows,](logits, largest, sums, logits.stride(0), columns, BLOCK=_BLOCK, num_warps=_WARPS)
+    return largest.double() + sums.double().log()
 
 
 def scale_rows(matrix: Tensor, factors: Tensor) -> None:
     rows, columns = matrix.shape
     if rows:
-        with cuda.device(matrix.device):
+        with cuda.device_of(matrix):
             _scale_kernel[rows,](matrix, factors.contiguous(), matrix.stride(0), columns, BLOCK=_BLOCK, num_warps=_WARPS)
 
 
 @triton.jit
-def _softmax_kernel(logits, totals, stride, columns, BLOCK: tl.constexpr):
+def _softmax_kernel(logits, tops, sums, stride, columns, BLOCK: tl.constexpr):
     """One row. Each lane keeps the largest logit and the sum of its columns, so that one reading is enough for both."""
     row = tl.program_id(0).to(tl.int64)
     begin = logits + row * stride
@@ -48,13 +48,14 @@ def _softmax_kernel(logits, totals, stride, columns, BLOCK: tl.constexpr):
         total = total * tl.exp(largest - higher) + tl.exp(values - higher)
         largest = higher
     top = tl.max(largest, axis=0)
-    log_total = top + tl.log(tl.sum(total * tl.exp(largest - top), axis=0))
-    tl.store(totals + row, log_total)
-    shift = tl.where(log_total == -float("inf"), 0.0, log_total)
+    sum_of_row = tl.sum(total * tl.exp(largest - top), axis=0)
+    tl.store(tops + row, top)
+    tl.store(sums + row, sum_of_row)
+    divisor = tl.where(sum_of_row == 0.0, 1.0, sum_of_row)
     for first in range(0, columns, BLOCK):
         places = first + lanes
         values = tl.load(begin + places, mask=places < columns, other=0.0).to(tl.float32)
-        tl.store(begin + places, tl.exp(values - shift).to(logits.dtype.element_ty), mask=places < columns)
+        tl.store(begin + places, (tl.exp(values - top) / divisor).to(logits.dtype.element_ty), mask=places < columns)
 
 
 @triton.jit

@@ -17,11 +17,12 @@ from torch import Tensor
 def take_softmax(logits: Tensor) -> Tensor:
     """Replace each row by its softmax, and return the logarithm of the sum of the exponentials of each row's logits.
 
-    Both are computed in float32, or in the type of the logits if that has more digits. A row of nothing but -inf becomes zeros.
+    The softmax is computed in float32, or in the type of the logits if that has more digits. The logarithms are in float64: those of
+    different ranks are subtracted from each other, which would cost large ones their digits. A row of nothing but -inf becomes zeros.
 
     >>> logits = torch.tensor([[0.0, 0.0], [-torch.inf, -torch.inf]])
     >>> take_softmax(logits)
-    tensor([0.6931,   -inf])
+    tensor([0.6931,   -inf], dtype=torch.float64)
     >>> logits
     tensor([[0.5000, 0.5000],
             [0.0000, 0.0000]])
@@ -31,9 +32,11 @@ def take_softmax(logits: Tensor) -> Tensor:
         totals: Tensor = kernels.take_softmax(logits)
         return totals
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    totals = precise.logsumexp(dim=1)
-    logits.copy_((precise - torch.where(totals.isneginf(), 0.0, totals)[:, None]).exp_())
-    return totals
+    largest = precise.amax(dim=1) if logits.shape[1] else precise.new_zeros(len(logits))
+    exponentials = (precise - torch.where(largest.isneginf(), 0.0, largest)[:, None]).exp_()
+    sums = exponentials.sum(dim=1)
+    logits.copy_(exponentials.div_(torch.where(sums == 0, 1.0, sums)[:, None]))
+    return largest.double() + sums.double().log()
 
 
 def scale_rows(matrix: Tensor, factors: Tensor) -> None:

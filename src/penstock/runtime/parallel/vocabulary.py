@@ -361,9 +361,9 @@ class SpreadHead(_RowShard):
 
     `weight` (vocabulary x hidden) and `bias` are the whole ones, the same on every rank, which keeps its own rows. With a `SpreadEmbedding`
     in place of the weight, both layers share one parameter, and their gradients add up in it (tied embeddings). `owner` is the rank of the
-    last stage. Exponentials, sums and losses are computed in float32, or in the type of the weight if that has more digits; the softmax is
-    kept in the type of the weight. Targets equal to `ignore_index` have no loss. Logits are the products of the rows times `logit_scale`,
-    and with a `logit_cap` then `logit_cap * tanh(logits / logit_cap)`.
+    last stage. Exponentials, sums and losses are computed in float32, or in the type of the weight if that has more digits, and differences
+    of logits of different ranks in float64; the softmax is kept in the type of the weight. Targets equal to `ignore_index` have no loss.
+    Logits are the products of the rows times `logit_scale`, and with a `logit_cap` then `logit_cap * tanh(logits / logit_cap)`.
 
     For each microbatch, by its number, every rank calls `join_broadcast`, `run_share` and `join_combine` in this order, and then once
     each, in any order, `add_weight_gradients`, `take_losses` and, on the owner, `take_input_gradient`. Calls for different microbatches may
@@ -459,8 +459,8 @@ class SpreadHead(_RowShard):
             output = functional.linear(hidden, self.weight, self.bias)
             returned = self.logit_map.apply(output.clone()).view(*shape, -1) if outputs else None
             logits = output if self.logit_map == NO_MAP else self.logit_map.apply(output.to(self.dtype))
-            picked = torch.where(own, logits.gather(1, place[:, None])[:, 0].to(self.dtype), 0.0)
-            slopes, slope = (self._compute_slopes(values) if gradients else None for values in (logits, picked))
+            picked = torch.where(own, logits.gather(1, place[:, None])[:, 0].double(), 0.0)
+            slopes, slope = (self._compute_slopes(values) if gradients else None for values in (logits, picked.to(self.dtype)))
             log_total = take_softmax(logits)
             softmax = logits if slopes is None else logits.mul_(slopes).to(output.dtype)
             gradient = (softmax @ self.weight).to(self.dtype) if gradients else None
@@ -488,8 +488,8 @@ class SpreadHead(_RowShard):
         largest = self.lane.find_largest(share.log_total.clone())
         total, picked = self.lane.sum_everywhere(torch.stack(((share.log_total - largest).exp(), share.picked)))
         log_total = largest + total.log()
-        factor = (share.log_total - log_total).exp()
-        losses = torch.where(share.scale != 0, log_total - picked, 0.0)
+        factor = (share.log_total - log_total).exp().to(self.dtype)
+        losses = torch.where(share.scale != 0, log_total - picked, 0.0).to(self.dtype)
         if share.hidden is None or share.gradient is None:
             return _Combined(factor, losses, None)
         slope = share.own if share.slope is None else share.own * share.slope
