@@ -15,7 +15,7 @@ from functools import cache, partial
 from benchmarks.rows import Case, Row
 
 import penstock as ps
-from penstock.planner.partition.assignment import Assignment, list_orders
+from penstock.planner.partition.assignment import Assignment, Orders
 from penstock.planner.problem import Problem
 
 MODEL = {"layers": 32, "hidden": 4096, "heads": 32, "sequence": 4096, "vocabulary": 32000, "flops": 400e12}
@@ -65,13 +65,11 @@ def run_cluster(cluster: ps.Cluster, seconds: float = 7.0, schedules: tuple[str,
     even = _plan_evenly(len(cluster), seconds, schedules)
 
     def time(devices: tuple[int, ...]) -> float:
-        if len(even.placement.copies) > 1 and not cluster.has_equal_devices:
-            raise ValueError(f"{even.name} has two copies of the model")
         shape = even.profile, even.placement, even.microbatches, even.partition, even.recompute
         problem = Problem.cut(*shape, assignment=Assignment(cluster, devices))
         return problem.objective(problem.evaluate(even.schedule))
 
-    orders = list(list_orders(cluster.list_groups()))
+    orders = list(Orders(cluster, even.placement).list_all())
     return Outcome(plan.objective, time(tuple(range(len(cluster)))), min(map(time, orders[:: max(1, len(orders) // 100)])), plan)
 
 

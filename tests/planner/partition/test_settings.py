@@ -8,7 +8,7 @@ import random
 import pytest
 
 import penstock as ps
-from penstock.planner.partition.assignment import rename
+from penstock.planner.partition.assignment import Orders
 from penstock.planner.partition.settings import MOST_SETTINGS, SettingScores
 from planner.small_clusters import draw_named_case
 
@@ -24,9 +24,9 @@ def test_no_schedule_is_faster_than_the_bound_of_its_setting(seed: int, name: st
     scores = SettingScores(case.profile, placement, case.cluster, case.microbatches, (False,) * placement.stages, case.limits)
     bounds = {(setting.assignment.devices, setting.sizes): setting.bound for setting in scores.list_best(10_000)}
     assert len(bounds) <= scores.count
-    groups = case.cluster.list_groups(case.limits)
+    orders = Orders(case.cluster, placement, case.limits)
     for time, problem in case.list_timed([name]):
-        assert bounds[rename(problem.devices, groups), problem.sizes] <= time * (1 + 1e-9)
+        assert bounds[orders.rename(problem.devices), problem.sizes] <= time * (1 + 1e-9)
 
 
 def test_the_first_setting_is_the_fastest_for_a_pipeline_that_never_waits() -> None:
