@@ -1,15 +1,15 @@
 """Plans for clusters of unequal devices and links, against plans that take all devices for equal ones; simulated step times.
 
 The model is a transformer of 32 blocks. The even plan has the same seconds and schedules, and runs on the devices in the order in which the
-cluster lists them, or in the order that suits it best. Alone: `python benchmarks/run.py uneven`; the table of docs/uneven-clusters.md:
-`python -m benchmarks.uneven`.
+cluster lists them, or in the order that suits it best. Alone: `python benchmarks/run.py uneven`; the two tables of docs/uneven-clusters.md:
+`python -m benchmarks.uneven`. The second compares named schedules with two copies of the model with those with one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from benchmarks.rows import Case, Row
@@ -39,6 +39,16 @@ CLUSTERS: dict[str, ps.Cluster] = {
         [ps.Device("gpu", node=f"node {place % 2}") for place in range(8)], **NETWORK
     ),
 }
+PAIRED: dict[str, ps.Cluster] = {
+    "2 fast, 4 slow": CLUSTERS["2 fast, 4 slow"],
+    "4 fast in one node, 4 slow in another": ps.Cluster.from_nodes(_in_nodes([FAST] * 4 + [SLOW] * 4, 4), **NETWORK),
+    "4 fast and 4 slow in 4 nodes": CLUSTERS["4 fast and 4 slow in 4 nodes"],
+}
+"""Clusters on which each device has a partner of its speed."""
+TWO_COPIES = ("chimera", "dualpipe")
+ONE_COPY = ("1f1b", "zb-h1", "zb-h2", "zbv", "v-half", "dualpipe-v", "interleaved-1f1b", "interleaved-zb")
+OVERLAPS = (1.0, 0.85)
+"""What a forward and a backward that run together take, as a share of their sum."""
 
 
 @dataclass(frozen=True)
@@ -100,5 +110,17 @@ def write_table() -> Iterator[str]:
         yield f"| {name} | {plan.name} | {outcome.planned * 1e3:.1f} ms | {' | '.join(gains)} | {plan.overall_gap:.1%} |"
 
 
+def write_copies_table() -> Iterator[str]:
+    """The rows of the table with two copies of the model there: the fastest schedule with two copies and with one, by overlap."""
+    for name, cluster in PAIRED.items():
+        cells = []
+        for overlap in OVERLAPS:
+            profile = replace(ps.Profile.transformer(**MODEL), overlap=overlap)
+            for schedules in (TWO_COPIES, ONE_COPY):
+                plan = ps.plan(profile, cluster=cluster, microbatches=MICROBATCHES, seconds=0, schedules=schedules)
+                cells.append(f"{plan.name} {plan.objective * 1e3:.1f} ms")
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
 if __name__ == "__main__":
-    print("\n".join(write_table()))
+    print("\n".join([*write_table(), "", *write_copies_table()]))
