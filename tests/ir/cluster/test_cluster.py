@@ -218,7 +218,7 @@ def test_copies_of_a_stage_have_its_one_time() -> None:
             [FAST, SLOW],
             {},
             ps.Placement.bidirectional(2),
-            r"stage 0 is on ranks 0 and 1, .* speeds 1 and 0\.5, .* devices 0 \(fast\) and 1 \(slow\) have no partner of their speed\. Choose",
+            r"stage 0 is on ranks 0 and 1, .* speeds 1 and 0\.5, .* devices 0 \(fast\) and 1 \(slow\) have no partner of their speed\.",
         ),
         (
             [FAST, SLOW, SLOW, SLOW, FAST, SLOW],
