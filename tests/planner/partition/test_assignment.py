@@ -158,6 +158,21 @@ def test_many_devices_of_two_nodes_stay_together() -> None:
     assert sum(one != other for one, other in pairwise(nodes)) == 1
 
 
+def test_copies_of_a_stage_are_in_one_node() -> None:
+    """Fast and slow devices in four nodes, too many orders to list: all gradients stay within nodes, and few activations leave them."""
+    speeds = (2.0, 1.0, 1.0, 2.0)
+    devices = [ps.Device(node="abcd"[k // 4], speed=speeds[k % 4]) for k in range(16)]
+    cluster = ps.Cluster.from_nodes(devices, latency=1.0, bandwidth=1.0, node_latency=0.1)
+    profile, placement = ps.Profile([ps.Layer(f=1, i=1, w=1, output=1.0, gradients=20.0)] * 40), ps.Placement.bidirectional(16)
+    scores = OrderScores(profile, placement, cluster, 32)
+    assert scores.orders.count > assignment.MOST_ORDERS
+    order = find_orders(scores, 1)[0]
+    assert suits(cluster, placement, order)
+    nodes = [cluster.devices[device].node for device in order]
+    assert all(nodes[one] == nodes[other] for one, other in placement.partners)
+    assert sum(one != other for one, other in pairwise(nodes)) == 6
+
+
 def test_the_largest_memory_is_among_the_orders() -> None:
     devices = [ps.Device(memory=size) for size in (4, 16, 8)]
     scores = OrderScores(draw_model(random.Random(0), 6), ps.Placement.v(3), ps.Cluster(devices), 4, (4, 16, 8))

@@ -36,6 +36,8 @@ _MOST_CELLS = 3e7
 """Cells of the dynamic programme over layers and devices; beyond that it is left out."""
 _MOST_ROUNDS = 100
 """Changes that a start is improved by, at most."""
+_MOST_FOLDED = 4
+"""Starts of the search in which partners are near each other."""
 
 Order = tuple[int, ...]
 T = TypeVar("T")
@@ -285,6 +287,17 @@ class OrderScores:
             total += self.placement.chunks * exchanges.max(axis=1)
         return total + (self.microbatches - 1) * self.find_loads(orders) if self._is_chain else total
 
+    def fold(self, first: int) -> Order:
+        """An order from this device on in which partners exchange gradients quickly, and then neighbours messages; it may not suit yet."""
+        speeds = [device.speeds for device in self.cluster.devices]
+        left, device, device_of = set(range(len(speeds))), first, dict[int, int]()
+        for ranks in self.placement.partners:
+            device = first if first in left else min(left, key=lambda other: (self._hops[device, other], other))
+            near = sorted(left, key=lambda other: (speeds[other] != speeds[device], other != device, self._exchanges[device, other], other))
+            device_of.update(zip(ranks, near, strict=False))
+            left -= {*near[: len(ranks)]}
+        return tuple(device_of[rank] for rank in range(self.placement.ranks))
+
     def find_loads(self, orders: Ints) -> Floats:
         """The load of the slowest rank with the best cuts, if each has one stage; infinite if nothing fits."""
         kinds, same = np.unique(self.kind_of[orders], axis=0, return_inverse=True)
@@ -361,7 +374,7 @@ def find_orders(scores: OrderScores, most: int) -> list[Order]:
 
 
 def _list_starts(scores: OrderScores) -> Iterator[Order]:
-    """The order with the least load, the order of the cluster, and those by memory, by speed, and by node and speed."""
+    """The order with the least load, the order of the cluster, and those by memory, by speed, by node and speed, and with near partners."""
     cluster = scores.cluster
     chain = assign_chain(scores.tables, [len(kind) for kind in scores.kinds])
     if chain is not None:
@@ -374,6 +387,8 @@ def _list_starts(scores: OrderScores) -> Iterator[Order]:
     for sign in (1, -1):
         yield tuple(sorted(range(len(cluster)), key=lambda device: sign * times[device]))
         yield tuple(sorted(range(len(cluster)), key=lambda device: (nodes[device], sign * times[device])))
+    if len(scores.placement.copies) > 1:
+        yield from (scores.fold(kind[0]) for kind in scores.kinds[:_MOST_FOLDED])
 
 
 def list_memory_orders(scores: OrderScores) -> Iterator[Order]:
