@@ -1,21 +1,21 @@
 """Plans for clusters of unequal devices and links, against plans that take all devices for equal ones; simulated step times.
 
 The model is a transformer of 32 blocks. The even plan has the same seconds and schedules, and runs on the devices in the order in which the
-cluster lists them, or in the order that suits it best. Alone: `python benchmarks/run.py uneven`; the table of docs/uneven-clusters.md:
-`python -m benchmarks.uneven`.
+cluster lists them, or in the order that suits it best. Alone: `python benchmarks/run.py uneven`; the two tables of docs/uneven-clusters.md:
+`python -m benchmarks.uneven`. The second compares named schedules with two copies of the model with those with one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from benchmarks.rows import Case, Row
 
 import penstock as ps
-from penstock.planner.partition.assignment import Assignment, list_orders
+from penstock.planner.partition.assignment import Assignment, Orders
 from penstock.planner.problem import Problem
 
 MODEL = {"layers": 32, "hidden": 4096, "heads": 32, "sequence": 4096, "vocabulary": 32000, "flops": 400e12}
@@ -39,6 +39,16 @@ CLUSTERS: dict[str, ps.Cluster] = {
         [ps.Device("gpu", node=f"node {place % 2}") for place in range(8)], **NETWORK
     ),
 }
+PAIRED: dict[str, ps.Cluster] = {
+    "2 fast, 4 slow": CLUSTERS["2 fast, 4 slow"],
+    "4 fast in one node, 4 slow in another": ps.Cluster.from_nodes(_in_nodes([FAST] * 4 + [SLOW] * 4, 4), **NETWORK),
+    "4 fast and 4 slow in 4 nodes": CLUSTERS["4 fast and 4 slow in 4 nodes"],
+}
+"""Clusters on which each device has a partner of its speed."""
+TWO_COPIES = ("chimera", "dualpipe")
+ONE_COPY = ("1f1b", "zb-h1", "zb-h2", "zbv", "v-half", "dualpipe-v", "interleaved-1f1b", "interleaved-zb")
+OVERLAPS = (1.0, 0.85)
+"""What a forward and a backward that run together take, as a share of their sum."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +75,11 @@ def run_cluster(cluster: ps.Cluster, seconds: float = 7.0, schedules: tuple[str,
     even = _plan_evenly(len(cluster), seconds, schedules)
 
     def time(devices: tuple[int, ...]) -> float:
-        if len(even.placement.copies) > 1 and not cluster.has_equal_devices:
-            raise ValueError(f"{even.name} has two copies of the model")
         shape = even.profile, even.placement, even.microbatches, even.partition, even.recompute
         problem = Problem.cut(*shape, assignment=Assignment(cluster, devices))
         return problem.objective(problem.evaluate(even.schedule))
 
-    orders = list(list_orders(cluster.list_groups()))
+    orders = list(Orders(cluster, even.placement).list_all())
     return Outcome(plan.objective, time(tuple(range(len(cluster)))), min(map(time, orders[:: max(1, len(orders) // 100)])), plan)
 
 
@@ -102,5 +110,17 @@ def write_table() -> Iterator[str]:
         yield f"| {name} | {plan.name} | {outcome.planned * 1e3:.1f} ms | {' | '.join(gains)} | {plan.overall_gap:.1%} |"
 
 
+def write_copies_table() -> Iterator[str]:
+    """The rows of the table with two copies of the model there: the fastest schedule with two copies and with one, by overlap."""
+    for name, cluster in PAIRED.items():
+        cells = []
+        for overlap in OVERLAPS:
+            profile = replace(ps.Profile.transformer(**MODEL), overlap=overlap)
+            for schedules in (TWO_COPIES, ONE_COPY):
+                plan = ps.plan(profile, cluster=cluster, microbatches=MICROBATCHES, seconds=0, schedules=schedules)
+                cells.append(f"{plan.name} {plan.objective * 1e3:.1f} ms")
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
 if __name__ == "__main__":
-    print("\n".join(write_table()))
+    print("\n".join([*write_table(), "", *write_copies_table()]))

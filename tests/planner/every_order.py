@@ -1,8 +1,8 @@
 """An exact solver for tiny problems that shares nothing with the planner: branch and bound over the orders of all ranks.
 
 It places actions in the order of their starts, each as early as it can go, so that it meets every order once. A message holds memory
-only while the action that uses it runs, and messages queue only on their own edge between two stages. Both ask for less than the
-simulator does: no order that the simulator times is quicker than the best one here, and every bound must hold here as well.
+only while the action that uses it runs, and messages queue only on their own edge between two stages of one copy of the model. Both ask for
+less than the simulator does: no order that the simulator times is quicker than the best one here, and every bound must hold here as well.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class State(NamedTuple):
     """When the result of each placed action is at hand for the actions that need it on the same rank."""
     arrivals: dict[Job, float]
     """When the message that an action waits for has arrived."""
-    links: dict[tuple[str, int], float]
-    """When the last message on an edge arrived, by kind and lower stage."""
+    links: dict[tuple[str, int, int], float]
+    """When the last message on an edge arrived, by kind, lower stage and copy of the model."""
 
 
 @dataclass
 class EveryOrder:
-    """All orders of one copy of a model within the memory limit."""
+    """All orders of a problem within the memory limit."""
 
     problem: Problem
     most_nodes: int = 2_000
@@ -66,7 +66,8 @@ class EveryOrder:
         shape = problem.stages, problem.units
         names = ("f", "i", "w", "b", "activation", "weight_stash", "output", "kept", "kept_gradients")
         self.costs = {name: problem.costs.table(name, *shape).tolist() for name in names}
-        self.ranks = problem.placement.copies[0]
+        self.copies = problem.placement.copies
+        self.reduce = problem.costs.per_stage("reduce", problem.stages)
         self.back = "I" if problem.split else "B"
         kinds = ("F", "I", "W") if problem.split else ("F", "B")
         self.jobs = [Job(kind, stage, m) for m in range(problem.units) for stage in range(problem.stages) for kind in kinds]
@@ -82,12 +83,15 @@ class EveryOrder:
     def beat(self, cutoff: float = math.inf) -> tuple[float, tuple[Job, ...]]:
         """The least objective below the cutoff and its actions by start; infinity and nothing if there is none."""
         self.cutoff, self.best = cutoff, ()
-        left = [sum(self.takes(job) for job in self.jobs if self.ranks[job.stage] == rank) for rank in range(self.problem.ranks)]
+        left = [sum(self.takes(job) for job in self.jobs if self.rank_of(job) == rank) for rank in range(self.problem.ranks)]
         lanes = tuple(Lane(0.0, held, work) for held, work in zip(self.problem.static_memory, left, strict=True))
         self._descend(State((), lanes, {}, {}, {}), (-1.0, -1))
         return (self.cutoff, self.best) if self.best else (math.inf, ())
 
     # What an action needs, takes and holds ----------------------------------------------------------------------------
+
+    def rank_of(self, job: Job) -> int:
+        return self.copies[job.microbatch % len(self.copies)][job.stage]
 
     def takes(self, job: Job) -> float:
         return float(self.costs[job.kind.lower()][job.stage][job.microbatch])
@@ -95,8 +99,8 @@ class EveryOrder:
     def edge_into(self, job: Job) -> int | None:
         """The lower stage of the edge between ranks that its input comes over."""
         edge = {"F": job.stage - 1, self.back: job.stage}.get(job.kind, -1)
-        crosses = 0 <= edge < self.problem.stages - 1 and self.ranks[edge] != self.ranks[edge + 1]
-        return edge if crosses else None
+        ranks = self.copies[job.microbatch % len(self.copies)]
+        return edge if 0 <= edge < self.problem.stages - 1 and ranks[edge] != ranks[edge + 1] else None
 
     def received(self, job: Job) -> float:
         edge = self.edge_into(job)
@@ -104,9 +108,9 @@ class EveryOrder:
 
     def travel(self, job: Job) -> float:
         """Of the message that the action waits for."""
-        costs, source = self.problem.costs, self.ranks[job.stage - 1 if job.kind == "F" else job.stage + 1]
+        costs, source = self.problem.costs, self.rank_of(job._replace(stage=job.stage - 1 if job.kind == "F" else job.stage + 1))
         latency, bandwidth = (
-            value[source][self.ranks[job.stage]] if isinstance(value, tuple) else value for value in (costs.latency, costs.bandwidth)
+            value[source][self.rank_of(job)] if isinstance(value, tuple) else value for value in (costs.latency, costs.bandwidth)
         )
         return latency + (0.0 if bandwidth is None else self.received(job) / bandwidth)
 
@@ -144,7 +148,8 @@ class EveryOrder:
         ):
             followers = [other for other in tails if job in self.needs(other)]
             hops = [self.travel(other) if other == self.user(job) else 0.0 for other in followers]
-            tails[job] = self.takes(job) + max((hop + tails[other] for hop, other in zip(hops, followers, strict=True)), default=0.0)
+            after = (hop + tails[other] for hop, other in zip(hops, followers, strict=True))
+            tails[job] = self.takes(job) + max([self.reduce[job.stage], *after])
         return tails
 
     def held(self, job: Job) -> tuple[float, float]:
@@ -169,7 +174,7 @@ class EveryOrder:
             if self._objective(state) < self.cutoff * (1 - ROUNDING):
                 self.cutoff, self.best = self._objective(state), state.jobs
             return
-        ready = sorted((self._start(state, job), self.ranks[job.stage], job) for job in self.jobs if self._is_ready(state, job))
+        ready = sorted((self._start(state, job), self.rank_of(job), job) for job in self.jobs if self._is_ready(state, job))
         if self._least(state, ready) >= self.cutoff * (1 - ROUNDING):
             return
         for start, rank, job in ready:
@@ -180,8 +185,9 @@ class EveryOrder:
 
     def _turn(self, job: Job) -> list[Job]:
         """The forward before this one, if equal microbatches start in their order."""
-        first = self.alike and job.kind == "F" and job.stage == 0 and job.microbatch > 0
-        return [job._replace(microbatch=job.microbatch - 1)] if first else []
+        before = job.microbatch - len(self.copies)
+        first = self.alike and job.kind == "F" and job.stage == 0 and before >= 0
+        return [job._replace(microbatch=before)] if first else []
 
     def _is_ready(self, state: State, job: Job) -> bool:
         ends = state.ends
@@ -193,18 +199,18 @@ class EveryOrder:
         return True
 
     def _start(self, state: State, job: Job) -> float:
-        start = max(state.lanes[self.ranks[job.stage]].free, state.arrivals.get(job, 0.0), 0.0)
+        start = max(state.lanes[self.rank_of(job)].free, state.arrivals.get(job, 0.0), 0.0)
         for other in self.before[job]:
             start = max(start, state.ends[other])
         return start
 
     def _place(self, state: State, job: Job, start: float) -> State:
-        end, rank, user = start + self.taken[job], self.ranks[job.stage], self.reader[job]
+        end, rank, user = start + self.taken[job], self.rank_of(job), self.reader[job]
         lane = state.lanes[rank]
         after = Lane(end, lane.held + self.change[job][1], lane.left - self.taken[job], start if lane.begun is None else lane.begun)
         arrivals, links = state.arrivals, state.links
         if user is not None:
-            link = job.kind, min(job.stage, user.stage)
+            link = job.kind, min(job.stage, user.stage), job.microbatch % len(self.copies)
             arrival = max(end, links.get(link, 0.0)) + self.way[user]
             arrivals, links = {**arrivals, user: arrival}, {**links, link: arrival}
         lanes = (*state.lanes[:rank], after, *state.lanes[rank + 1 :])
@@ -218,4 +224,6 @@ class EveryOrder:
 
     def _objective(self, state: State) -> float:
         """The makespan, or without a barrier the longest time from a rank's first action to its last."""
-        return max(lane.free - (0.0 if self.problem.barrier else lane.begun or 0.0) for lane in state.lanes)
+        if not self.problem.barrier:
+            return max(lane.free - (lane.begun or 0.0) for lane in state.lanes)
+        return max(end + self.reduce[job.stage] for job, end in state.ends.items())

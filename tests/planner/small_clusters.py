@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, permutations
 from typing import Any
@@ -29,15 +29,22 @@ class Case:
     def asked(self) -> dict[str, Any]:
         return {"cluster": self.cluster, "microbatches": self.microbatches, "memory_limit": self.limits, "split": self.split}
 
-    def list_problems(self) -> Iterator[Problem]:
-        """Every order of the devices with every partition."""
-        ranks = len(self.cluster)
+    def list_problems(self, placement: ps.Placement | None = None) -> Iterator[Problem]:
+        """Every order of the devices with every partition, by default with one stage per rank.
+
+        Orders in which one stage would be on devices of different speeds do not count.
+        """
+        ranks, layers = len(self.cluster), len(self.profile)
+        placement = ps.Placement.linear(ranks) if placement is None else placement
         for devices in permutations(range(ranks)):
+            speeds = [[self.cluster.devices[devices[rank]].speeds for rank in copy] for copy in placement.copies]
+            if speeds != [speeds[0]] * len(speeds):
+                continue
             assignment = Assignment(self.cluster, devices)
             limits = None if self.limits is None else assignment.arrange(self.limits)
-            for inner in combinations(range(1, len(self.profile)), ranks - 1):
-                sizes = tuple(last - first for first, last in pairwise((0, *inner, len(self.profile))))
-                shape = self.profile, ps.Placement.linear(ranks), self.microbatches, sizes, (False,) * ranks
+            for inner in combinations(range(1, layers), placement.stages - 1):
+                sizes = tuple(last - first for first, last in pairwise((0, *inner, layers)))
+                shape = self.profile, placement, self.microbatches, sizes, (False,) * placement.stages
                 yield Problem.cut(*shape, limits, True, self.split, (), assignment)
 
     def find_better(self, objective: float, most_nodes: int = 20_000) -> tuple[float, float]:
@@ -56,20 +63,13 @@ class Case:
 
     def list_timed(self, names: Sequence[str]) -> Iterator[tuple[float, Problem]]:
         """Every order of the devices with every partition under each of these schedules that fits, and how long it takes."""
-        ranks, layers = len(self.cluster), len(self.profile)
         for name in names:
-            schedule = ps.schedule(name, ranks, self.microbatches)
-            program, placement = ps.lower(schedule), schedule.placement
-            for devices in permutations(range(ranks)):
-                assignment = Assignment(self.cluster, devices)
-                limits = None if self.limits is None else assignment.arrange(self.limits)
-                for inner in combinations(range(1, layers), placement.stages - 1):
-                    sizes = tuple(last - first for first, last in pairwise((0, *inner, layers)))
-                    shape = self.profile, placement, self.microbatches, sizes, (False,) * placement.stages
-                    problem = Problem.cut(*shape, limits, True, self.split, (), assignment)
-                    timeline = ps.simulate(program, problem.costs)
-                    if problem.fits(timeline):
-                        yield problem.objective(timeline), problem
+            schedule = ps.schedule(name, len(self.cluster), self.microbatches)
+            program = ps.lower(schedule)
+            for problem in self.list_problems(schedule.placement):
+                timeline = ps.simulate(program, problem.costs)
+                if problem.fits(timeline):
+                    yield problem.objective(timeline), problem
 
 
 def build_schedule(problem: Problem, jobs: tuple[Job, ...]) -> ps.Schedule:
@@ -122,6 +122,18 @@ def draw_links(chance: random.Random, devices: Sequence[ps.Device]) -> ps.Cluste
 
 def draw_named_case(chance: random.Random) -> Case:
     """Three devices, layers and links that all differ, and a memory limit now and then, for named schedules."""
+    return _draw_different(chance, chance.randint(5, 7), lambda speeds: [chance.choice(speeds) for _ in range(3)])
+
+
+def draw_paired_case(chance: random.Random) -> Case:
+    """The same with two or four devices in pairs of equal speed, for schedules with two copies of the model, which exchange gradients."""
+    ranks = chance.choice((2, 4, 4))
+    case = _draw_different(chance, chance.randint(ranks + 1, 6), lambda speeds: chance.sample(speeds * 2, ranks // 2) * 2)
+    layers = [replace(layer, gradients=chance.choice((0.0, 1.0, 4.0))) for layer in case.profile.layers]
+    return replace(case, profile=replace(case.profile, layers=layers))
+
+
+def _draw_different(chance: random.Random, count: int, draw_speeds: Callable[[list[Any]], list[Any]]) -> Case:
     layers = [
         ps.Layer(
             f=chance.uniform(0.5, 4),
@@ -131,11 +143,10 @@ def draw_named_case(chance: random.Random) -> Case:
             output=chance.choice((0.0, 0.5, 1.0, 3.0)),
             parameters=chance.choice((0, 1, 2)),
         )
-        for _ in range(chance.randint(5, 7))
+        for _ in range(count)
     ]
     per_layer = {name: [chance.choice((0.5, 1.0, 3.0)) for _ in layers] for name in ("f", "i", "w")}
-    speeds: list[Any] = [1.0, 2.0, 0.5, {"f": 1.0, "i": 2.0, "w": 0.5}, per_layer]
-    devices = [ps.Device(speed=chance.choice(speeds)) for _ in range(3)]
+    devices = [ps.Device(speed=speed) for speed in draw_speeds([1.0, 2.0, 0.5, {"f": 1.0, "i": 2.0, "w": 0.5}, per_layer])]
     held = sum(layer.activation + layer.parameters for layer in layers)
     limits = tuple(held * chance.uniform(0.4, 1.2) for _ in devices) if chance.random() < 0.5 else None
     return Case(ps.Profile(layers), draw_links(chance, devices), chance.choice((2, 3, 4, 8)), limits, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -13,10 +14,13 @@ import pytest
 
 import penstock as ps
 from penstock.errors import CostsError, FileFormatError
+from penstock.planner.bounds.lower_bound import lower_bound
+from penstock.planner.bounds.overall import OverallBound
 from penstock.planner.partition.assignment import Assignment
 from penstock.planner.problem import Problem
 from penstock.verifier.rules.offload import peak_host_memory
-from planner.small_clusters import Case, draw_case, draw_named_case
+from planner.every_order import EveryOrder
+from planner.small_clusters import Case, draw_case, draw_named_case, draw_paired_case
 
 LAYER = ps.Layer(f=1, i=1, w=1, activation=1, output=0.2, parameters=1)
 MODEL = ps.Profile([LAYER] * 24)
@@ -71,7 +75,21 @@ NOT_THE_LEAST_LOAD = (0, 7, 13, 40)
 def test_without_a_search_no_order_of_the_devices_and_no_partition_is_missed(seed: int) -> None:
     """The schedules on every order of three devices with every partition, over links of every kind."""
     case = draw_named_case(random.Random(seed))
-    names = [*NAMED, "v-half"] if len(case.profile) >= 6 else [*NAMED]
+    check_nothing_is_missed(case, [*NAMED, "v-half"] if len(case.profile) >= 6 else [*NAMED])
+
+
+TWO_COPIES = ("chimera", "dualpipe", "1f1b")
+
+
+@pytest.mark.parametrize("seed", [2, 5, 11, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 120))])
+def test_with_two_copies_of_the_model_no_pairs_of_devices_are_missed(seed: int) -> None:
+    """Two or four devices, each stage on two of equal speed, which may differ in memory and links: in every order in which that is so."""
+    case = draw_paired_case(random.Random(seed))
+    check_nothing_is_missed(case, TWO_COPIES[: 1 + seed % 3])
+
+
+def check_nothing_is_missed(case: Case, names: Sequence[str]) -> None:
+    """The plan is the fastest of the schedules on every order of the devices with every partition."""
     least = min((time for time, _ in case.list_timed(names)), default=None)
     if least is None:
         with pytest.raises(ps.PlanError, match="no plan fits"):
@@ -82,6 +100,19 @@ def test_without_a_search_no_order_of_the_devices_and_no_partition_is_missed(see
     if case.limits is not None:
         peaks = zip(plan.predicted.peak_memory, plan.devices, strict=True)
         assert all(peak <= case.limits[device] * (1 + 1e-9) for peak, device in peaks)
+
+
+@pytest.mark.parametrize("seed", [*range(4, 8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 40))])
+def test_no_order_of_two_copies_is_below_its_bounds(seed: int) -> None:
+    """Every order of the actions of two microbatches, on every order of the devices with every partition."""
+    case = draw_paired_case(random.Random(seed))
+    case = replace(case, microbatches=2, limits=None if seed % 2 else case.limits, split=seed % 3 == 0)
+    shape = case.profile, case.microbatches, len(case.cluster)
+    overall = OverallBound(*shape, copies=2, limits=case.limits, split=case.split, cluster=case.cluster).value()
+    for problem in case.list_problems(ps.Placement.bidirectional(len(case.cluster))):
+        bound = max(overall, lower_bound(problem).value)
+        best, _ = EveryOrder(problem, most_nodes=20_000).beat(bound)
+        assert best >= bound * (1 - 1e-6)
 
 
 def test_activations_on_the_host_stay_within_the_limit_of_each_device() -> None:
@@ -204,12 +235,16 @@ def test_a_shared_network_card_that_is_busy_is_in_the_report() -> None:
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
-def test_two_copies_of_the_model_need_equal_devices() -> None:
-    plan = ps.plan(ps.Profile([LAYER] * 8), cluster=ps.Cluster([FAST, SLOW]), microbatches=4, schedules=["chimera", "1f1b"], seconds=0)
+def test_two_copies_of_the_model_need_pairs_of_equal_devices() -> None:
+    cluster, asked = ps.Cluster([FAST, SLOW, SLOW, SLOW]), {"microbatches": 4, "seconds": 0}
+    plan = ps.plan(ps.Profile([LAYER] * 8), cluster=cluster, **asked, schedules=["chimera", "1f1b"])
     left_out = next(candidate for candidate in plan.alternatives if candidate.name == "chimera")
-    assert left_out.reason == "it runs 2 copies of the model, and each stage would be on a fast and on a slow device"
-    with pytest.raises(ps.PlanError, match="no plan fits: none of the schedules is possible here, on 2 ranks without a memory limit"):
-        ps.plan(ps.Profile([LAYER] * 8), cluster=ps.Cluster([FAST, SLOW]), microbatches=4, schedules=["chimera"], seconds=0)
+    reason = "it runs 2 copies of the model, so each stage needs 2 devices of one speed, but devices 0 (fast) and 3 (slow) have no partner"
+    assert left_out.reason == f"{reason} of their speed"
+    with pytest.raises(
+        ps.PlanError, match=r"none of the schedules is possible here, on 4 ranks without a memory limit\n  chimera: it runs 2"
+    ):
+        ps.plan(ps.Profile([LAYER] * 8), cluster=cluster, **asked, schedules=["chimera"])
 
 
 def test_a_note_says_that_links_within_nodes_may_have_been_forgotten() -> None:

@@ -338,7 +338,12 @@ class TimelineSource:
         costs = self.costs or Costs()
         if self.per is Per.RANK:
             costs = divide_among_stages(costs, placement.stages, placement.ranks, slices)
-        return costs if self.cluster is None else self.cluster.apply(costs, placement)
+        if self.cluster is None:
+            return costs
+        try:
+            return self.cluster.apply(costs, placement)
+        except CostsError as error:  # of several sources, the one that does not suit the cluster
+            raise CostsError(f"{self.source.source}: {error}") from None
 
     def _choose_units(self, units: Units) -> Units:
         """The units of a timeline: those of the cluster, if it has any, and bytes if the costs are in bytes."""

@@ -103,6 +103,22 @@ class Placement:
         return tuple(map(tuple, stages))
 
     @cached_property
+    def partners(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks in groups: those of one group hold the same stages, for different copies of the model.
+
+        >>> Placement.bidirectional(4).partners
+        ((0, 3), (1, 2))
+        >>> Placement.v(3).partners
+        ((0,), (1,), (2,))
+        """
+        group_of = [{rank} for rank in range(self.ranks)]
+        for holders in zip(*self.copies, strict=True):
+            joined = set().union(*(group_of[rank] for rank in holders))
+            for rank in joined:
+                group_of[rank] = joined
+        return tuple(tuple(sorted(group)) for rank, group in enumerate(group_of) if rank == min(group))
+
+    @cached_property
     def _table(self) -> NDArray[np.int64]:
         import numpy as np
 

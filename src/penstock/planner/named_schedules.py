@@ -18,7 +18,7 @@ from penstock.ir.rows import Ints, Rows
 from penstock.ir.schedule import Schedule
 from penstock.passes.vocabulary import Vocabulary, spread_vocabulary
 from penstock.planner.candidate import Candidate, Verdict
-from penstock.planner.partition.assignment import Assignment, list_exchanges
+from penstock.planner.partition.assignment import Assignment, Orders
 from penstock.planner.partition.cut import list_neighbours
 from penstock.planner.partition.layer_runs import Cutting, LayerRuns
 from penstock.planner.partition.slices import list_edges
@@ -115,7 +115,7 @@ def list_candidates(
     """The schedules to try with these numbers of slices, whole sequences first and then the most slices; and the reasons against others.
 
     `no_slices` says why sequences are not cut, if they are not. On a cluster of different devices, schedules with two copies of the model
-    are left out.
+    are left out if a stage cannot be on two devices of equal speed.
     """
     usable: list[NamedSchedule] = []
     refused: dict[str, str] = {}
@@ -123,9 +123,11 @@ def list_candidates(
         if name == SEARCHED:
             continue
         listed, reason = _list_shapes(name, ranks, layers, slices, no_slices)
-        copies = max((len(named.placement.copies) for named in listed), default=1)
-        if cluster is not None and copies > 1 and not cluster.has_equal_devices:
-            listed, reason = [], f"it runs {copies} copies of the model, and each stage would be on a fast and on a slow device"
+        unpaired = [named for named in listed if cluster is not None and cluster.pair_up(named.placement) is None]
+        if cluster is not None and unpaired:
+            copies, missing = len(unpaired[0].placement.copies), cluster.describe_unpaired(unpaired[0].placement)
+            reason = f"it runs {copies} copies of the model, so each stage needs {copies} devices of one speed, but {missing}"
+            listed = [named for named in listed if named not in unpaired]
         usable += [named for named in listed if named not in usable]
         if not listed:
             refused[name] = reason
@@ -420,14 +422,16 @@ def reassign(candidate: Candidate, request: Request, stop: Callable[[], bool]) -
     For each exchange the layers are cut anew, and cuts are shifted if it comes near the best. The bounds by which assignments were chosen
     do not know the schedule.
     """
+    if request.cluster is None:
+        return candidate
     problem = candidate.problem
     best, tried = candidate, set()
     left = max(_FEWEST_EXCHANGES, min(_MOST_EXCHANGES, _EXCHANGE_CELLS // (problem.cells * problem.placement.chunks)))
-    groups = () if request.cluster is None else request.cluster.list_groups(request.limits)
-    improved = len(groups) > 1
+    orders = Orders(request.cluster, problem.placement, request.limits)
+    improved = len(orders.groups) > 1
     while improved and left > 0 and not stop():
         improved = False
-        for devices in list_exchanges(best.devices, groups):
+        for devices in orders.list_exchanges(best.devices):
             if devices in tried or left <= 0 or stop():
                 continue
             tried.add(devices)

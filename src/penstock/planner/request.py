@@ -252,7 +252,7 @@ class Request:
 
     def list_settings(self, profile: Profile, placement: Placement, recompute: tuple[bool, ...]) -> list[Setting]:
         """On a cluster, the most promising of all orders of the devices with all partitions, if there are few enough to score them all."""
-        if self.cluster is None or len(placement.copies) > 1:
+        if self.cluster is None:
             return []
         key = profile.microbatch, placement.copies, recompute
         if key not in self._settings:

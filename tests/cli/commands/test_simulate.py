@@ -83,7 +83,7 @@ def test_ranks_take_as_long_as_the_devices_of_a_cluster(run, cluster):
     [
         (("1f1b", "-p", 4), "4 ranks on a cluster of 2 devices"),
         (("1f1b", "--costs", "f=2,latency=1"), "--costs: leave out latency, because --cluster has the links"),
-        (("chimera", "-p", 2), "2 copies of the model on devices of different speeds"),
+        (("chimera", "-p", 2), "chimera: stage 0 is on ranks 0 and 1, one for each copy of the model, and their devices have speeds"),
         (("saved.json",), "saved.json has the costs of its own devices: give --costs"),
     ],
 )

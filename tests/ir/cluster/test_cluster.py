@@ -200,11 +200,50 @@ def test_applied_costs_are_those_of_the_devices_and_links() -> None:
     assert Cluster([Device()] * 2, latency=3.0).apply(ps.Costs(f=2.0), ps.Placement.linear(2)) == ps.Costs(f=2.0, latency=3.0)
 
 
+def test_copies_of_a_stage_have_its_one_time() -> None:
+    """The outer ranks are slow, the inner ones fast; memory and links of the partners differ."""
+    slower = Device(speed=0.5, memory=9)
+    cluster = Cluster([SLOW, FAST, FAST, slower], latency=[[0, 1, 2, 3]] * 4)
+    made = cluster.apply(ps.Costs(f=1.0, optimizer=3.0), ps.Placement.bidirectional(4))
+    assert made.f == (2.0, 1.0, 1.0, 2.0)
+    assert made.optimizer == (6.0, 3.0, 3.0, 6.0)
+    assert made.latency == cluster.latency
+
+
 @pytest.mark.parametrize(
     ("devices", "costs", "placement", "reason"),
     [
         ([FAST, SLOW], {}, ps.Placement.linear(3), r"3 ranks on a cluster of 2 devices"),
-        ([FAST, SLOW], {}, ps.Placement.bidirectional(2), r"2 copies of the model on devices of different speeds"),
+        (
+            [FAST, SLOW],
+            {},
+            ps.Placement.bidirectional(2),
+            r"stage 0 is on ranks 0 and 1, .* speeds 1 and 0\.5, .* devices 0 \(fast\) and 1 \(slow\) have no partner of their speed\.",
+        ),
+        (
+            [FAST, SLOW, SLOW, SLOW, FAST, SLOW],
+            {},
+            ps.Placement.bidirectional(6),
+            r"stage 0 is on ranks 0 and 5, .* put the devices in the order 0, 1, 2, 3, 5, 4, or",
+        ),
+        (
+            [FAST, SLOW, SLOW],
+            {},
+            ps.Placement.bidirectional(3),
+            r"put the devices in the order 1, 0, 2, or",
+        ),
+        (
+            [Device(), Device(), Device(speed=2.0)],
+            {},
+            ps.Placement.custom([0, 1, 2], [1, 2, 0]),
+            r"stage 1 is on ranks 1 and 2, .* speeds 1 and 2, .* devices 0 \(speed 1\), 1 \(speed 1\) and 2 \(speed 2\) have no partner",
+        ),
+        (
+            [Device(speed=[1.0, 2.0]), Device(speed=[2.0, 1.0])],
+            {},
+            ps.Placement.bidirectional(2),
+            r"speeds that differ on single layers or in the optimizer",
+        ),
         ([Device(), Device(speed=[1, 2])], {}, ps.Placement.linear(2), r"per layer, and costs know only stages"),
         ([Device(), Device(speed={"f": 1, "i": 1, "w": 2})], {"b": 3}, ps.Placement.linear(2), r"give i and w instead of b"),
         ([FAST, SLOW], {"f": [1, 2, 3]}, ps.Placement.linear(2), r"3 values for 2 stages"),

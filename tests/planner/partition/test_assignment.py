@@ -10,7 +10,7 @@ import pytest
 
 import penstock as ps
 from penstock.planner.partition import assignment
-from penstock.planner.partition.assignment import OrderScores, assign_chain, count_orders, find_orders, list_orders, rename
+from penstock.planner.partition.assignment import Orders, OrderScores, assign_chain, find_orders
 from penstock.planner.partition.cut import cut_layers
 
 
@@ -34,17 +34,53 @@ def draw_cluster(chance: random.Random, devices: int) -> ps.Cluster:
     return ps.Cluster.from_nodes(nodes, latency=2.0, node_latency=0.25)
 
 
+PLACEMENTS = [
+    ps.Placement.linear(5),
+    ps.Placement.bidirectional(4),
+    ps.Placement.bidirectional(5),
+    ps.Placement.custom([0, 1, 2, 3, 4], [1, 2, 0, 4, 3]),
+]
+"""Each rank alone, two pairs, two pairs and a rank alone, and a group of three with a pair."""
+
+
+def suits(cluster: ps.Cluster, placement: ps.Placement, order: tuple[int, ...]) -> bool:
+    """Whether every stage takes the same on all ranks that hold it."""
+    return all(len({cluster.devices[order[copy[stage]]].speeds for copy in placement.copies}) == 1 for stage in range(placement.stages))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("seed", range(12))
-def test_every_order_that_differs_is_listed_once(seed: int) -> None:
-    cluster = draw_cluster(random.Random(seed), 5)
-    groups = cluster.list_groups()
-    listed = list(list_orders(groups))
-    assert len(listed) == len(set(listed)) == count_orders(groups)
-    assert {rename(order, groups) for order in permutations(range(5))} == set(listed)
-    for order in permutations(range(5)):  # renaming changes nothing but names
-        one, other = cluster.assign(order), cluster.assign(rename(order, groups))
+def test_every_order_that_differs_is_listed_once(seed: int, placement: ps.Placement) -> None:
+    cluster = draw_cluster(random.Random(seed), placement.ranks)
+    orders = Orders(cluster, placement)
+    listed, every = list(orders.list_all()), list(permutations(range(placement.ranks)))
+    assert len(listed) == len(set(listed))
+    assert len(listed) == orders.count or (len(listed) < orders.count and len({*map(len, placement.partners)}) > 1)
+    assert {orders.rename(order) for order in every if suits(cluster, placement, order)} == set(listed)
+    for order in every:
+        one, other = cluster.assign(order), cluster.assign(orders.rename(order))  # renaming changes nothing but names
         assert [device.kind for device in one.devices] == [device.kind for device in other.devices]
         assert (one.latency, one.lanes) == (other.latency, other.lanes)
+        similar = orders.find_similar(order)
+        assert (similar is None and not listed) or similar in listed
+        if suits(cluster, placement, order):
+            assert similar == orders.rename(order)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("seed", range(6))
+def test_exchanges_and_reversals_lead_to_every_order(seed: int, placement: ps.Placement) -> None:
+    """Unless devices of one group of partners would have to take the places of groups of another size."""
+    orders = Orders(draw_cluster(random.Random(seed), placement.ranks), placement)
+    listed = set(orders.list_all())
+    reached, left = set(list(listed)[:1]), list(listed)[:1]
+    while left:
+        order = left.pop()
+        near = {*orders.list_exchanges(order), *orders.list_reversals(order)}
+        assert near <= listed - {order}
+        left += near - reached
+        reached |= near
+    assert reached == listed or len({*map(len, placement.partners)}) > 1
 
 
 def least_load(profile: ps.Profile, devices: list[ps.Device], limit: bool) -> float:
@@ -120,6 +156,21 @@ def test_many_devices_of_two_nodes_stay_together() -> None:
     assert sorted(order) == list(range(16))
     nodes = [devices[device].node for device in order]
     assert sum(one != other for one, other in pairwise(nodes)) == 1
+
+
+def test_copies_of_a_stage_are_in_one_node() -> None:
+    """Fast and slow devices in four nodes, too many orders to list: all gradients stay within nodes, and few activations leave them."""
+    speeds = (2.0, 1.0, 1.0, 2.0)
+    devices = [ps.Device(node="abcd"[k // 4], speed=speeds[k % 4]) for k in range(16)]
+    cluster = ps.Cluster.from_nodes(devices, latency=1.0, bandwidth=1.0, node_latency=0.1)
+    profile, placement = ps.Profile([ps.Layer(f=1, i=1, w=1, output=1.0, gradients=20.0)] * 40), ps.Placement.bidirectional(16)
+    scores = OrderScores(profile, placement, cluster, 32)
+    assert scores.orders.count > assignment.MOST_ORDERS
+    order = find_orders(scores, 1)[0]
+    assert suits(cluster, placement, order)
+    nodes = [cluster.devices[device].node for device in order]
+    assert all(nodes[one] == nodes[other] for one, other in placement.partners)
+    assert sum(one != other for one, other in pairwise(nodes)) == 6
 
 
 def test_the_largest_memory_is_among_the_orders() -> None:

@@ -8,25 +8,25 @@ import random
 import pytest
 
 import penstock as ps
-from penstock.planner.partition.assignment import rename
+from penstock.planner.partition.assignment import Orders
 from penstock.planner.partition.settings import MOST_SETTINGS, SettingScores
-from planner.small_clusters import draw_named_case
+from planner.small_clusters import draw_named_case, draw_paired_case
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "chimera", "dualpipe"])
 def test_no_schedule_is_faster_than_the_bound_of_its_setting(seed: int, name: str) -> None:
     """Every setting that a schedule fits in is listed, and simulated it takes at least what the bound says."""
-    case = draw_named_case(random.Random(seed))
-    placement = ps.schedule(name, 3, case.microbatches).placement
+    case = (draw_paired_case if name in {"chimera", "dualpipe"} else draw_named_case)(random.Random(seed))
+    placement = ps.schedule(name, len(case.cluster), case.microbatches).placement
     if placement.stages > len(case.profile):
         pytest.skip("more stages than layers")
     scores = SettingScores(case.profile, placement, case.cluster, case.microbatches, (False,) * placement.stages, case.limits)
     bounds = {(setting.assignment.devices, setting.sizes): setting.bound for setting in scores.list_best(10_000)}
     assert len(bounds) <= scores.count
-    groups = case.cluster.list_groups(case.limits)
+    orders = Orders(case.cluster, placement, case.limits)
     for time, problem in case.list_timed([name]):
-        assert bounds[rename(problem.devices, groups), problem.sizes] <= time * (1 + 1e-9)
+        assert bounds[orders.rename(problem.devices), problem.sizes] <= time * (1 + 1e-9)
 
 
 def test_the_first_setting_is_the_fastest_for_a_pipeline_that_never_waits() -> None:

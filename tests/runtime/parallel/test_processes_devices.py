@@ -59,6 +59,25 @@ def test_processes_take_their_places(workers: Workers, plan: ps.Plan) -> None:
     check(workers.run(lambda: train(plan, model, x, y), ranks=3), model, x, y)
 
 
+@pytest.mark.parametrize("name", ["chimera", "dualpipe"])
+def test_both_copies_of_a_model_take_their_places(name: str) -> None:
+    """Two fast and two slow devices, listed in turn: the plan puts pairs of equal speed on the ranks that hold the same stages."""
+    cluster = ps.Cluster([ps.Device(speed=speed) for speed in (1.0, 3.0, 1.0, 3.0)], latency=0.1)
+    asked: dict[str, Any] = {"microbatches": 8, "schedules": [name], "seconds": 0}
+    planned = ps.plan(ps.Profile([ps.Layer(f=1, i=1, w=1)] * 8), cluster=cluster, **asked)
+    assert planned.devices != (0, 1, 2, 3)
+    model, x, y = blocks(8).double(), torch.randn(8, 6).double(), torch.randn(8, 6).double()
+    copies = [blocks(8).double() for _ in range(4)]
+    for copy in copies:
+        copy.load_state_dict(model.state_dict())
+    found = launch(lambda: train(planned, copies[rank()], x, y), ranks=4)
+    assert_close(numbers(model, [(result, grads) for result, grads, *_ in found]), by_batch(model, x, y), 1e-12)
+    for _, _, own, place, stages, gathered in found:
+        assert planned.devices[place] == own
+        assert stages == sorted((place, 3 - place))
+        assert gathered == list(map(float, planned.devices))
+
+
 def test_other_ranks_than_devices_are_refused(plan: ps.Plan) -> None:
     with pytest.raises(ScheduleError, match=r"for the devices \[2, 0, 1\] of a cluster, but there are 2 ranks: start one per device"):
         launch(lambda: Pipeline(blocks(6), plan, loss_fn=functional.mse_loss), ranks=2)

@@ -5,12 +5,15 @@ scores all of them; else it starts from a few good ones, and exchanges devices a
 has the least largest load of all orders: dynamic programming over the layers and the number of devices used of each kind finds it. A score
 is rough: the load of the slowest rank, if each rank has one stage, and the messages of one microbatch. The bounds and the simulator then
 judge the best orders.
+
+With two copies of the model, each stage is on two ranks and has one time: only orders count in which the devices of both are equally fast.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, pairwise, product
@@ -18,7 +21,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from penstock.ir.cluster import Cluster
+from penstock.ir.cluster import Cluster, Speeds
 from penstock.ir.costs import Costs
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Floats, Ints
@@ -33,6 +36,8 @@ _MOST_CELLS = 3e7
 """Cells of the dynamic programme over layers and devices; beyond that it is left out."""
 _MOST_ROUNDS = 100
 """Changes that a start is improved by, at most."""
+_MOST_FOLDED = 4
+"""Starts of the search in which partners are near each other."""
 
 Order = tuple[int, ...]
 T = TypeVar("T")
@@ -64,36 +69,134 @@ class Assignment:
 # Orders ---------------------------------------------------------------------------------------------------------------
 
 
-def count_orders(groups: Sequence[Sequence[int]]) -> int:
-    """How many orders of devices differ.
+@dataclass(frozen=True, eq=False)
+class Orders:
+    """The orders of a cluster's devices that suit a placement, up to devices that can change places without any difference.
 
-    >>> count_orders([(0, 1), (2, 3, 4, 5)])
-    15
+    They have the devices of each group in ascending order. Partners, the ranks that hold the same stages for different copies of the model,
+    have devices of equal speed.
+
+    >>> from penstock.ir.cluster import Device
+    >>> cluster = Cluster([Device(), Device(speed=2.0), Device(speed=2.0), Device()])
+    >>> Orders(cluster, Placement.linear(4)).count, list(Orders(cluster, Placement.bidirectional(4)).list_all())
+    (6, [(0, 1, 2, 3), (1, 0, 3, 2)])
     """
-    return math.factorial(sum(map(len, groups))) // math.prod(math.factorial(len(group)) for group in groups)
 
+    cluster: Cluster
+    placement: Placement
+    limits: tuple[float, ...] | None = None
+    """The memory limit of each device."""
 
-def list_orders(groups: Sequence[Sequence[int]]) -> Iterator[Order]:
-    """Every order that differs, the devices of each group in ascending order."""
-    left = [list(group) for group in groups]
+    @cached_property
+    def groups(self) -> list[tuple[int, ...]]:
+        """The devices that can change places."""
+        return self.cluster.list_groups(self.limits)
 
-    def extend(order: Order) -> Iterator[Order]:
-        if not any(left):
-            yield order
-        for group in left:
-            if group:
+    @cached_property
+    def _group_of(self) -> dict[int, int]:
+        return {device: place for place, group in enumerate(self.groups) for device in group}
+
+    @cached_property
+    def _by_speed(self) -> Counter[Speeds]:
+        return Counter(device.speeds for device in self.cluster.devices)
+
+    @cached_property
+    def count(self) -> int:
+        """How many there are; with partners in groups of different sizes, there may be fewer."""
+        sizes = {len(ranks) for ranks in self.placement.partners}
+        size = sizes.pop() if len(sizes) == 1 else 1
+        if any(count % size for count in self._by_speed.values()):
+            return 0
+        speeds = _count_arrangements(count // size for count in self._by_speed.values())
+        of_speed = math.prod(math.factorial(count) for count in self._by_speed.values())
+        return speeds * of_speed // math.prod(math.factorial(len(group)) for group in self.groups)
+
+    def list_all(self) -> Iterator[Order]:
+        """Every one of them."""
+        left, free = [list(group) for group in self.groups], Counter(self._by_speed)
+        devices, partners_of = self.cluster.devices, {rank: ranks for ranks in self.placement.partners for rank in ranks}
+
+        def extend(order: Order) -> Iterator[Order]:
+            """The orders that begin like this; `free` counts the devices of each speed that no partner of an earlier rank needs."""
+            if len(order) == len(devices):
+                yield order
+                return
+            partners = partners_of[len(order)]
+            first = order[partners[0]] if partners[0] < len(order) else None
+            for group in left:
+                speeds = devices[group[0]].speeds if group else None
+                if speeds is None or (free[speeds] < len(partners) if first is None else speeds != devices[first].speeds):
+                    continue
+                taken = len(partners) if first is None else 0
+                free[speeds] -= taken
                 device = group.pop(0)
                 yield from extend((*order, device))
                 group.insert(0, device)
+                free[speeds] += taken
 
-    return extend(())
+        return extend(())
+
+    def rename(self, order: Sequence[int]) -> Order:
+        """The same order with the devices of each group in ascending order."""
+        left = [iter(sorted(group)) for group in self.groups]
+        return tuple(next(left[self._group_of[device]]) for device in order)
+
+    def find_similar(self, order: Sequence[int]) -> Order | None:
+        """An order of these that is similar to any order of the devices: the same, if partners are equally fast; None if there is none."""
+        paired = self.cluster.pair_up(self.placement, order)
+        return None if paired is None else self.rename(paired)
+
+    def list_exchanges(self, order: Order) -> list[Order]:
+        """Those with two devices exchanged, or two groups of partners, neighbours first.
+
+        >>> from penstock.ir.cluster import Device
+        >>> cluster = Cluster([Device(), Device(), Device(speed=2.0)])
+        >>> Orders(cluster, Placement.linear(3)).list_exchanges((0, 1, 2))
+        [(0, 2, 1), (2, 0, 1)]
+        """
+        single = [((one,), (other,)) for one, other in combinations(range(len(order)), 2)]
+        several = [ranks for ranks in self.placement.partners if len(ranks) > 1]
+        swaps = [*single, *((one, other) for one, other in combinations(several, 2) if len(one) == len(other))]
+        return self._list_changed(order, (_swap(order, *pair) for pair in sorted(swaps, key=lambda pair: pair[1][0] - pair[0][0])))
+
+    def list_reversals(self, order: Order) -> list[Order]:
+        """Those with a run of devices reversed, or a run of partners: they change links at its ends only."""
+        runs = [run for run in combinations(range(len(order) + 1), 2) if run[1] - run[0] > 2]
+        reversed_runs = [(*order[:first], *order[first:last][::-1], *order[last:]) for first, last in runs]
+        partners = self.placement.partners
+        if len(partners) < len(order):
+            for first, last in (run for run in runs if run[1] <= len(partners)):
+                turned = list(order)
+                for one, other in zip(partners[first:last], partners[first:last][::-1], strict=True):
+                    turned = list(_swap(turned, one, other)) if one < other and len(one) == len(other) else turned
+                reversed_runs.append(tuple(turned))
+        return self._list_changed(order, reversed_runs)
+
+    def _list_changed(self, order: Order, changed: Iterable[Order]) -> list[Order]:
+        """The changed orders that suit the placement and differ from the order."""
+        listed = dict.fromkeys(self.rename(other) for other in changed if self._suits(other))
+        listed.pop(self.rename(order), None)
+        return list(listed)
+
+    def _suits(self, order: Order) -> bool:
+        """Whether partners have devices of equal speed."""
+        devices = self.cluster.devices
+        together = (ranks for ranks in self.placement.partners if len(ranks) > 1)
+        return all(devices[order[rank]].speeds == devices[order[ranks[0]]].speeds for ranks in together for rank in ranks)
 
 
-def rename(order: Sequence[int], groups: Sequence[Sequence[int]]) -> Order:
-    """The same order with the devices of each group in ascending order, as `list_orders` has it."""
-    group_of = {device: place for place, group in enumerate(groups) for device in group}
-    left = [iter(sorted(group)) for group in groups]
-    return tuple(next(left[group_of[device]]) for device in order)
+def _count_arrangements(counts: Iterable[int]) -> int:
+    """How many arrangements of things differ, of which so many each are alike."""
+    listed = list(counts)
+    return math.factorial(sum(listed)) // math.prod(map(math.factorial, listed))
+
+
+def _swap(order: Sequence[int], one: Sequence[int], other: Sequence[int]) -> Order:
+    """The order with the devices of some ranks exchanged for those of others."""
+    changed = list(order)
+    for a, b in zip(one, other, strict=True):
+        changed[a], changed[b] = order[b], order[a]
+    return tuple(changed)
 
 
 # Scores ---------------------------------------------------------------------------------------------------------------
@@ -110,6 +213,11 @@ class OrderScores:
     limits: tuple[float, ...] | None = None
     """The memory limit of each device."""
     lengths: tuple[int, ...] = ()
+
+    @cached_property
+    def orders(self) -> Orders:
+        """What there is to score."""
+        return Orders(self.cluster, self.placement, self.limits)
 
     @cached_property
     def _runs(self) -> LayerRuns:
@@ -143,11 +251,19 @@ class OrderScores:
     @cached_property
     def _hops(self) -> Floats:
         """Time of a mean message from one device to another and of the gradient back."""
-        size = float(np.mean([layer.output for layer in self.profile.layers])) / max(len(self.lengths), 1)
-        links = Costs(**self.cluster.link_fields)
-        source, target = np.indices((len(self.cluster),) * 2)
-        there = links.travel(np.full(source.shape, size), source, target)
+        there = self._time_messages(float(np.mean([layer.output for layer in self.profile.layers])) / max(len(self.lengths), 1))
         return there + there.T
+
+    @cached_property
+    def _exchanges(self) -> Floats:
+        """Time in which two devices with a mean stage each exchange the gradients of its copies."""
+        there = self._time_messages(sum(layer.gradients for layer in self.profile.layers) / self.placement.stages)
+        return np.maximum(there, there.T)
+
+    def _time_messages(self, size: float) -> Floats:
+        """Time of a message of this size, by sender (row) and receiver (column)."""
+        source, target = np.indices((len(self.cluster),) * 2)
+        return Costs(**self.cluster.link_fields).travel(np.full(source.shape, size), source, target)
 
     @property
     def work(self) -> float:
@@ -161,12 +277,26 @@ class OrderScores:
 
     def score(self, orders: Ints) -> Floats:
         """One score per row of devices."""
-        ranks = self.placement.copies[0]
         total = np.zeros(len(orders))
-        for before, after in pairwise(ranks):
-            if before != after:
-                total += self._hops[orders[:, before], orders[:, after]]
+        for ranks in self.placement.copies:
+            for before, after in pairwise(ranks):
+                if before != after:
+                    total += self._hops[orders[:, before], orders[:, after]] / len(self.placement.copies)
+        for ranks in self.placement.copies[1:]:
+            exchanges = self._exchanges[orders[:, self.placement.copies[0]], orders[:, ranks]]
+            total += self.placement.chunks * exchanges.max(axis=1)
         return total + (self.microbatches - 1) * self.find_loads(orders) if self._is_chain else total
+
+    def fold(self, first: int) -> Order:
+        """An order from this device on in which partners exchange gradients quickly, and then neighbours messages; it may not suit yet."""
+        speeds = [device.speeds for device in self.cluster.devices]
+        left, device, device_of = set(range(len(speeds))), first, dict[int, int]()
+        for ranks in self.placement.partners:
+            device = first if first in left else min(left, key=lambda other: (self._hops[device, other], other))
+            near = sorted(left, key=lambda other: (speeds[other] != speeds[device], other != device, self._exchanges[device, other], other))
+            device_of.update(zip(ranks, near, strict=False))
+            left -= {*near[: len(ranks)]}
+        return tuple(device_of[rank] for rank in range(self.placement.ranks))
 
     def find_loads(self, orders: Ints) -> Floats:
         """The load of the slowest rank with the best cuts, if each has one stage; infinite if nothing fits."""
@@ -230,21 +360,21 @@ def assign_chain(tables: Sequence[Floats], counts: Sequence[int]) -> tuple[float
 
 def find_orders(scores: OrderScores, most: int) -> list[Order]:
     """The best orders of the devices, the best first, by their scores; of equal scores, those that the search starts from come first."""
-    groups = scores.cluster.list_groups(scores.limits)
-    if len(groups) == 1:
+    orders = scores.orders
+    if len(orders.groups) == 1:
         return [tuple(range(len(scores.cluster)))]
-    starts = list(dict.fromkeys(rename(order, groups) for order in _list_starts(scores)))
-    count = count_orders(groups)
-    if count <= MOST_ORDERS and count * scores.work <= _MOST_WORK:
-        orders = list(dict.fromkeys([*starts, *list_orders(groups)]))
+    similar = (orders.find_similar(order) for order in _list_starts(scores))
+    starts = list(dict.fromkeys(order for order in similar if order is not None))
+    if orders.count <= MOST_ORDERS and orders.count * scores.work <= _MOST_WORK:
+        tried = list(dict.fromkeys([*starts, *orders.list_all()]))
     else:
-        orders = list(dict.fromkeys(order for start in starts for order in _improve(start, groups, scores)))
-    rated = scores.score(np.array(orders, dtype=np.int64))
-    return [orders[place] for place in np.argsort(rated, kind="stable")[:most]]
+        tried = list(dict.fromkeys(order for start in starts for order in _improve(start, scores)))
+    rated = scores.score(np.array(tried, dtype=np.int64))
+    return [tried[place] for place in np.argsort(rated, kind="stable")[:most]]
 
 
 def _list_starts(scores: OrderScores) -> Iterator[Order]:
-    """The order with the least load, the order of the cluster, and those by memory, by speed, and by node and speed."""
+    """The order with the least load, the order of the cluster, and those by memory, by speed, by node and speed, and with near partners."""
     cluster = scores.cluster
     chain = assign_chain(scores.tables, [len(kind) for kind in scores.kinds])
     if chain is not None:
@@ -257,45 +387,28 @@ def _list_starts(scores: OrderScores) -> Iterator[Order]:
     for sign in (1, -1):
         yield tuple(sorted(range(len(cluster)), key=lambda device: sign * times[device]))
         yield tuple(sorted(range(len(cluster)), key=lambda device: (nodes[device], sign * times[device])))
+    if len(scores.placement.copies) > 1:
+        yield from (scores.fold(kind[0]) for kind in scores.kinds[:_MOST_FOLDED])
 
 
 def list_memory_orders(scores: OrderScores) -> Iterator[Order]:
     """The devices with most memory first, if they differ: in most schedules the first ranks hold most."""
     limits = scores.limits
     if limits is not None and len(set(limits)) > 1:
-        yield tuple(sorted(range(len(limits)), key=lambda device: -limits[device]))
+        order = scores.orders.find_similar(sorted(range(len(limits)), key=lambda device: -limits[device]))
+        if order is not None:
+            yield order
 
 
-def list_exchanges(order: Order, groups: Sequence[Sequence[int]]) -> list[Order]:
-    """The orders with two devices of different groups exchanged, neighbours first.
-
-    >>> list_exchanges((0, 1, 2), [(0, 1), (2,)])
-    [(0, 2, 1), (2, 0, 1)]
-    """
-    group_of = {device: place for place, group in enumerate(groups) for device in group}
-    pairs = sorted(combinations(range(len(order)), 2), key=lambda pair: pair[1] - pair[0])
-    exchanged = []
-    for one, other in pairs:
-        if group_of[order[one]] != group_of[order[other]]:
-            changed = list(order)
-            changed[one], changed[other] = order[other], order[one]
-            exchanged.append(rename(changed, groups))
-    return list(dict.fromkeys(exchanged))
-
-
-def _list_reversals(order: Order, groups: Sequence[Sequence[int]]) -> list[Order]:
-    """The orders with a run of devices reversed: they change links at its two ends only."""
-    runs = combinations(range(len(order) + 1), 2)
-    return list(dict.fromkeys(rename((*order[:a], *order[a:b][::-1], *order[b:]), groups) for a, b in runs if b - a > 2))
-
-
-def _improve(start: Order, groups: Sequence[Sequence[int]], scores: OrderScores) -> Iterator[Order]:
+def _improve(start: Order, scores: OrderScores) -> Iterator[Order]:
     """The orders that exchanges and reversals lead to, the start first, each better than the one before."""
-    order, best = start, float(scores.score(np.array([start]))[0])
+    order, best, orders = start, float(scores.score(np.array([start]))[0]), scores.orders
     yield order
     most = max(1, int(_MOST_WORK / _MOST_ROUNDS / scores.work))
     for _ in range(_MOST_ROUNDS):
-        near = [other for other in (*list_exchanges(order, groups), *_list_reversals(order, groups)) if other != order]
+        near = [*orders.list_exchanges(order), *orders.list_reversals(order)]
+        if not near:
+            return
         near = near[:: -(-len(near) // most)]
         rated = scores.score(np.array(near))
         place = int(np.argmin(rated))

@@ -80,7 +80,7 @@ def cut_layers(
     """
     if cluster is not None:
         cluster.check_ranks(placement.ranks)
-        cluster.check_copies(len(placement.copies))
+        cluster.check_copies(placement)
     flags = (recompute,) * placement.stages if isinstance(recompute, bool) else tuple(recompute)
     layers = count_stage_layers(profile)
     if layers < placement.stages:

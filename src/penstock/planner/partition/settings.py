@@ -18,7 +18,7 @@ from penstock.ir.cluster import Cluster
 from penstock.ir.costs import Costs
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Floats, Ints
-from penstock.planner.partition.assignment import Assignment, count_orders, list_orders
+from penstock.planner.partition.assignment import Assignment, Orders
 from penstock.planner.partition.layer_runs import Cutting, LayerRuns
 from penstock.planner.profile import Profile
 
@@ -38,7 +38,7 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class SettingScores:
-    """Scores all settings of one copy of a model, in whole sequences."""
+    """Scores all settings of a placement, in whole sequences."""
 
     profile: Profile
     placement: Placement
@@ -53,7 +53,7 @@ class SettingScores:
     def count(self) -> int:
         """How many settings there are."""
         layers, stages = len(self.profile), self.placement.stages
-        return count_orders(self._groups) * math.comb(layers - 1, stages - 1)
+        return self._orders.count * math.comb(layers - 1, stages - 1)
 
     def list_best(self, most: int) -> list[Setting]:
         """The most promising settings in which a microbatch at a time fits, the best first; nothing if there are too many to score."""
@@ -61,7 +61,7 @@ class SettingScores:
             return []
         layers = len(self.profile)
         cuts = np.array([(0, *inner, layers) for inner in combinations(range(1, layers), self.placement.stages - 1)], dtype=np.int64)
-        assignments = [Assignment(self.cluster, order) for order in list_orders(self._groups)]
+        assignments = [Assignment(self.cluster, order) for order in self._orders.list_all()]
         scores = [self.score(assignment, cuts) for assignment in assignments]
         bounds, estimates = (np.concatenate(values) for values in zip(*scores, strict=True))
         best = [place for place in np.argsort(estimates, kind="stable")[:most].tolist() if math.isfinite(estimates[place])]
@@ -74,39 +74,52 @@ class SettingScores:
         """A bound and an estimate per row of cuts; both infinite if not even a microbatch at a time fits.
 
         A rank starts when the first microbatch reaches it, and then has all its work to do. About that long takes a pipeline that is
-        never idle but for one microbatch on its way there and back.
+        never idle but for one microbatch on its way there and back; copies of the model share that way.
         """
         limits = None if self.limits is None else assignment.arrange(self.limits)
         cutting = Cutting(self._runs, self.placement, self.recompute, limits, (), cluster=assignment.cluster)
         links, least = Costs(**assignment.cluster.link_fields), min(1.0, self.profile.overlap)
-        ranks = self.placement.copies[0]
-        starts, lanes = np.full((len(cuts), self.placement.ranks), np.inf), dict[object, Floats]()
-        ahead, trip = np.zeros(len(cuts)), np.zeros(len(cuts))
-        for stage, rank in enumerate(ranks):
-            run = cuts[:, stage], cuts[:, stage + 1]
-            if stage and ranks[stage - 1] != rank:
-                sizes, before = self._outputs[run[0] - 1], ranks[stage - 1]
-                for source, target, back in ((before, rank, False), (rank, before, True)):
-                    time = links.travel(sizes, source, target)
-                    trip += time
-                    ahead += 0.0 if back else time
-                    for link in links.name_links(source, target, back):
-                        lanes[link] = lanes.get(link, 0.0) + time
-            starts[:, rank] = np.minimum(starts[:, rank], ahead)
-            ahead += least * self._runs.on(assignment.cluster.devices[rank]).forwards[run]
-            trip += cutting.times(stage)[run]
-        loads = least * cutting.loads(cuts)
+        copies = self.placement.copies
+        starts, loads = np.full((len(cuts), self.placement.ranks), np.inf), np.zeros((len(cuts), self.placement.ranks))
+        lanes, trip = dict[object, Floats](), np.zeros(len(cuts))
+        for place, ranks in enumerate(copies[: self.microbatches]):
+            own, ahead = len(range(place, self.microbatches, len(copies))), np.zeros(len(cuts))
+            for stage, rank in enumerate(ranks):
+                run = cuts[:, stage], cuts[:, stage + 1]
+                if stage and ranks[stage - 1] != rank:
+                    sizes, before = self._outputs[run[0] - 1], ranks[stage - 1]
+                    for source, target, back in ((before, rank, False), (rank, before, True)):
+                        time = links.travel(sizes, source, target)
+                        trip += time
+                        ahead += 0.0 if back else time
+                        for link in links.name_links(source, target, back):
+                            lanes[link] = lanes.get(link, 0.0) + own * time
+                time = cutting.times(stage)[run] / cutting.share
+                starts[:, rank] = np.minimum(starts[:, rank], ahead)
+                ahead += least * self._runs.on(assignment.cluster.devices[rank]).forwards[run]
+                trip += time
+                loads[:, rank] += own * least * time
         busiest = np.maximum.reduce([np.zeros(len(cuts)), *lanes.values()])
-        bounds = self.microbatches * loads.max(axis=1)
+        bounds = loads.max(axis=1)
+        slowest = np.maximum(bounds, busiest)
         if self.barrier:
-            bounds = np.maximum((starts + self.microbatches * loads).max(axis=1), self.microbatches * busiest)
-        estimates = trip + (self.microbatches - 1) * np.maximum(loads.max(axis=1), busiest)
+            bounds = np.maximum((starts + loads).max(axis=1), busiest)
+        estimates = trip / len(copies) ** 2 + slowest * (self.microbatches - 1) / self.microbatches + self._time_exchanges(cuts, links)
         too_large = cutting.excesses(cuts).any(axis=1)
         return np.where(too_large, np.inf, bounds), np.where(too_large, np.inf, estimates)
 
+    def _time_exchanges(self, cuts: Ints, links: Costs) -> Floats:
+        """Time in which the copies of the slowest stage exchange their gradients, per row of cuts."""
+        slowest, gradients = np.zeros(len(cuts)), self._gradients
+        for stage, (rank, *others) in enumerate(zip(*self.placement.copies, strict=True)):
+            size = gradients[cuts[:, stage + 1]] - gradients[cuts[:, stage]]
+            for other in others:
+                slowest = np.maximum.reduce([slowest, links.travel(size, rank, other), links.travel(size, other, rank)])
+        return slowest
+
     @cached_property
-    def _groups(self) -> list[tuple[int, ...]]:
-        return self.cluster.list_groups(self.limits)
+    def _orders(self) -> Orders:
+        return Orders(self.cluster, self.placement, self.limits)
 
     @cached_property
     def _runs(self) -> LayerRuns:
@@ -115,3 +128,8 @@ class SettingScores:
     @cached_property
     def _outputs(self) -> Floats:
         return np.array([layer.output for layer in self.profile.layers])
+
+    @cached_property
+    def _gradients(self) -> Floats:
+        """The gradients of all layers before each one."""
+        return np.concatenate(([0.0], np.cumsum([layer.gradients for layer in self.profile.layers])))

@@ -47,7 +47,7 @@ def _list_profiles(profile: Profile, placement: Placement, cluster: Cluster | No
     if cluster is None:
         return [profile] * placement.stages
     cluster.check_ranks(placement.ranks)
-    cluster.check_copies(len(placement.copies))
+    cluster.check_copies(placement)
     return [profile.on(cluster.devices[rank]) for rank in placement.copies[0]]
 
 
