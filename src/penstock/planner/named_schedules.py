@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.errors import PenstockError
 from penstock.ir import codes
-from penstock.ir.cluster import Cluster
+from penstock.ir.cluster import Cluster, share_rows
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Ints, Rows
@@ -25,6 +25,7 @@ from penstock.planner.partition.slices import list_edges
 from penstock.planner.partition.stage_costs import split_layers
 from penstock.planner.problem import Problem
 from penstock.planner.profile import Profile
+from penstock.planner.profile.vocabulary import list_rank_shares
 from penstock.planner.request import NO_SLICES, SEARCHED, Request
 from penstock.schedules.registry import Algorithm, algorithms, parse_name
 from penstock.simulator.simulate import retime
@@ -55,6 +56,8 @@ _STEPS = (8, 4, 2, 1)
 """By how many steps of the granularity a slice is made longer or shorter, one after the other."""
 _AHEAD = (0, 1, 2)
 """How many more activations a rank may hold while its vocabulary is spread over all ranks."""
+_PENDING = 2
+"""Microbatches of which a rank holds logits, at most."""
 _FASTER = 1e-9
 """A smaller relative difference is rounding."""
 
@@ -297,8 +300,8 @@ class _Fitting:
             least = min(problem.work for problem in problems)
             return Candidate.untimed(named.name, problems[0], Verdict.SLOW, request.units.time(least))
         try:
-            most = len(fast) if named.is_fixed else _MOST_BUILT
-            timed = [candidate for problem in fast[:most] for candidate in self._time(problem)]
+            most = len(fast) if named.is_fixed and not fast[0].is_spread else _MOST_BUILT
+            timed = [share_again(candidate) for problem in fast[:most] for candidate in self._time(problem)]
         except PenstockError as error:  # the schedule itself says what it does not take
             return Candidate.untimed(named.name, problems[0], Verdict.REFUSED, str(error))
         if not timed:
@@ -308,7 +311,7 @@ class _Fitting:
             return best
         by_devices: dict[object, list[Candidate]] = {}
         for candidate in timed:
-            by_devices.setdefault(candidate.devices, []).append(candidate)
+            by_devices.setdefault((candidate.devices, candidate.problem.rows), []).append(candidate)
         return _pick_best([self._cut_for_memory(_pick_best(same)) for same in by_devices.values()])
 
     @property
@@ -349,7 +352,7 @@ class _Fitting:
             cut = self.request.cut(self.profile, problem.placement, problem.recompute, moments, **options)
             if not cut.fits or cut.sizes == problem.sizes:
                 break
-            last = _pick_best(list(self._time(problem.recut(cut.sizes))))
+            last = _pick_best([share_again(other) for other in self._time(problem.recut(cut.sizes))])
             best = _pick_best([best, last])
             if last.fits:
                 break
@@ -391,6 +394,29 @@ class _Fitting:
 def _pick_best(candidates: list[Candidate]) -> Candidate:
     """The fastest that fits, else the one that is least over its limit."""
     return min(candidates, key=lambda option: (not option.fits, option.objective if option.fits else option.excess, option.objective))
+
+
+def share_again(candidate: Candidate) -> Candidate:
+    """The same order on the same stages, with the rows of a spread vocabulary in the memory that the rest leaves free on each device.
+
+    As fast as that memory allows, so a candidate that is over its limits may fit then.
+    """
+    best, last = candidate, candidate
+    for _ in range(_ROUNDS):
+        problem = last.problem
+        if problem.cluster is None or problem.profile is None or problem.memory_limit is None or not problem.is_spread:
+            break
+        shares = list_rank_shares(problem.profile, problem.ranks, problem.cluster)
+        held = problem.ranks * sum(layer.static + _PENDING * layer.activation for layer in problem.profile.shares)
+        rows = problem.rows or (1 / problem.ranks,) * problem.ranks
+        free = [limit - peak for limit, peak in zip(problem.memory_limit, last.timeline.peak_memory, strict=True)]
+        most = [max(part + room / held, 0.0) if held else 1.0 for part, room in zip(rows, free, strict=True)]
+        chosen = share_rows([sum(layer.time for layer in own) for own in shares], most)
+        if not chosen or max(abs(one - other) for one, other in zip(chosen, rows, strict=True)) < _FASTER:
+            break
+        last = last.retime(problem.share_rows(chosen))
+        best = _pick_best([best, last])
+    return best
 
 
 # Shifting cuts: loads alone do not tell how long a schedule takes ------------------------------------------------------
@@ -465,7 +491,8 @@ def _move(candidate: Candidate, request: Request, devices: tuple[int, ...]) -> C
     problem = candidate.problem
     assert problem.profile is not None
     assert request.cluster is not None
-    assignment, shape = Assignment(request.cluster, devices), (problem.profile, problem.placement)
+    parts = () if problem.assignment is None else problem.assignment.parts
+    assignment, shape = Assignment(request.cluster, devices, parts), (problem.profile, problem.placement)
     cut = request.cut(*shape, problem.recompute, lengths=problem.lengths, assignment=assignment)
     if not cut.fits:
         return None

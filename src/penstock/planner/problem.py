@@ -78,7 +78,7 @@ class Problem:
         if lengths:
             costs = sliced_stage_costs(profile, sizes, placement, recompute, lengths, microbatches, cluster)
         else:
-            costs = stage_costs(profile, sizes, placement, recompute, cluster)
+            costs = stage_costs(profile, sizes, placement, recompute, cluster, () if assignment is None else assignment.rows)
         slices = max(len(lengths), 1)
         return cls(placement, microbatches, costs, memory_limit, barrier, split, profile, sizes, recompute, slices, lengths, assignment)
 
@@ -88,6 +88,13 @@ class Problem:
         lengths = self.lengths if lengths is None else lengths
         shape = self.profile, self.placement, self.microbatches, sizes, self.recompute
         return Problem.cut(*shape, self.memory_limit, self.barrier, self.split, lengths, self.assignment)
+
+    def share_rows(self, rows: tuple[float, ...]) -> Problem:
+        """The same stages on the same devices, with these parts of a spread vocabulary's rows by rank."""
+        assert self.profile is not None
+        assert self.assignment is not None
+        shape = self.profile, self.placement, self.microbatches, self.sizes, self.recompute
+        return Problem.cut(*shape, self.memory_limit, self.barrier, self.split, self.lengths, self.assignment.take_rows(rows))
 
     def move(self, other: Problem, host_limits: tuple[float, ...] | None) -> Problem:
         """The same model on other devices, whose ranks have these limits of host memory: a problem of the same kind as this one."""
@@ -140,12 +147,17 @@ class Problem:
     @property
     def key(self) -> tuple[object, ...]:
         """Identifies a problem among those of one request."""
-        return self.microbatch, self.placement.copies, self.sizes, self.recompute, self.lengths, self.devices, self.is_spread
+        return self.microbatch, self.placement.copies, self.sizes, self.recompute, self.lengths, self.devices, self.rows, self.is_spread
 
     @property
     def devices(self) -> tuple[int, ...]:
         """The device of a cluster that each rank is; empty without a cluster."""
         return () if self.assignment is None else self.assignment.devices
+
+    @property
+    def rows(self) -> tuple[float, ...]:
+        """The part of a spread vocabulary's rows that each rank has, if these are not equal."""
+        return () if self.assignment is None else self.assignment.rows
 
     @property
     def cluster(self) -> Cluster | None:
@@ -190,7 +202,7 @@ class Problem:
             np.add.at(loads, list(copies[0]), every.sum(axis=1))
             return float(loads.max()) * min(1.0, self.costs.overlap)
         if self.is_spread:  # these run alone
-            loads += self.microbatches * float(sum(self.costs.table(name, self.stages, 1).sum() for name in ("s", "t")))
+            loads += self.microbatches * sum(self.costs.share_table(name, self.stages, self.ranks).sum(axis=1) for name in ("s", "t"))
         times = self.costs.table("f", self.stages, 1) + self.costs.table("b", self.stages, 1)
         for place, ranks in enumerate(copies):
             np.add.at(loads, list(ranks), len(range(place, self.microbatches, len(copies))) * times[:, 0])

@@ -392,19 +392,31 @@ class Cluster:
             raise CostsError("the speeds of the devices are per layer, and costs know only stages: plan with a profile instead")
         if costs.b is not None and any(speed.i != speed.w for speed in speeds):
             raise CostsError("costs.b is the time of a full backward, and i and w differ in speed: give i and w instead of b")
-        if (costs.s or costs.t) and not self.has_equal_devices:
-            raise CostsError(
-                "costs.s and costs.t are the same on every rank, but the devices differ: keep embedding and head on their stages"
-            )
-        values = {"f": "f", "i": "i", "w": "w", "b": "w", "s": "f", "t": "w", "optimizer": "optimizer"}
+        values = {"f": "f", "i": "i", "w": "w", "b": "w", "optimizer": "optimizer"}
         times: dict[str, Any] = {
             name: _divide(getattr(costs, name), [getattr(speed, of) for speed in speeds])
             for name, of in values.items()
             if getattr(costs, name)
         }
         if not self.has_equal_devices or not self.devices[0].speeds.is_one:
-            costs = replace(costs, **times)
+            costs = replace(costs, **times, **self._share_vocabulary(costs, placement))
         return replace(costs, **self.link_fields)
+
+    def _share_vocabulary(self, costs: Costs, placement: Placement) -> dict[str, Any]:
+        """The multiples of S, T and logits if every rank has as much of a spread vocabulary as its device is fast at it."""
+        if not (costs.s or costs.t):
+            return {}
+        if any(getattr(costs, name) != 1.0 for name in ("rank_s", "rank_t", "rank_logits")):
+            raise CostsError("rank_s, rank_t and rank_logits follow from the devices of the cluster: leave them out")
+        ends = sorted({0, placement.stages - 1})
+        s, t = (sum(_sum_units(getattr(costs, name), stage) for stage in ends) for name in ("s", "t"))
+        speeds = [device.speeds for device in self.devices]
+        rows = [len(self) * part for part in share_rows([s / _mean(speed.f) + t / _mean(speed.w) for speed in speeds])]
+        return {
+            "rank_s": tuple(part / _mean(speed.f) for part, speed in zip(rows, speeds, strict=True)),
+            "rank_t": tuple(part / _mean(speed.w) for part, speed in zip(rows, speeds, strict=True)),
+            "rank_logits": tuple(rows),
+        }
 
     @property
     def link_fields(self) -> dict[str, Any]:
@@ -528,6 +540,39 @@ class Cluster:
             return cls.from_json(data)
         except CostsError as error:
             raise FileFormatError(os.fspath(path), str(error)) from None
+
+
+def share_rows(times: Sequence[float], most: Sequence[float] = ()) -> tuple[float, ...]:
+    """The part of the rows of a vocabulary that each device takes so that the slowest takes least; nothing if there is too little room.
+
+    `times` are those of all rows on each device, and `most` is the largest part that each has memory for.
+
+    >>> share_rows([1.0, 2.0, 2.0])
+    (0.5, 0.25, 0.25)
+    >>> share_rows([1.0, 2.0, 2.0], most=[0.2, 1.0, 1.0])
+    (0.2, 0.4, 0.4)
+    """
+    room = [1.0] * len(times) if not most else [min(part, 1.0) for part in most]
+    if sum(room) < 1.0:
+        return ()
+    speeds = [1.0] * len(times) if not any(times) else [1.0 / time for time in times]
+    parts, open_ranks, left = list(room), set(range(len(times))), 1.0
+    while open_ranks:
+        total = sum(speeds[rank] for rank in sorted(open_ranks))
+        full = {rank for rank in open_ranks if left * speeds[rank] > total * room[rank]}
+        if not full:
+            for rank in open_ranks:
+                parts[rank] = left * speeds[rank] / total
+            break
+        open_ranks -= full
+        left -= sum(room[rank] for rank in sorted(full))
+    return tuple(parts)
+
+
+def _sum_units(value: Any, stage: int) -> float:
+    """The value of a stage, as the mean over its microbatches."""
+    own = value[stage] if isinstance(value, tuple) else value
+    return sum(own) / len(own) if isinstance(own, tuple) else own
 
 
 def _is_same_node(one: Device, other: Device) -> bool:

@@ -5,6 +5,7 @@ a rank does one action at a time, and that activations are held from the forward
 
 - *average*: the ranks share the work of all layers. In each copy of the model at most one rank starts with the first layer, one
   more after that layer, and so on, so most ranks are idle at first. Ranks of different speeds share it by their speeds;
+- *average with shares*: the ranks share the work of all layers and that of a spread vocabulary, in any parts of its rows;
 - *counting*: a rank that ends in time has run only so many layers, and all ranks together must have run all of them. Only one of them
   starts with the first layer;
 - *largest layer*: one rank runs it for all microbatches of a copy, after the layers before it;
@@ -55,7 +56,8 @@ class OverallBound:
 
     def value(self) -> float:
         """The best of the arguments; infinite if the model does not fit on all ranks together."""
-        return max(self.average(), self.bound_count(), self.bound_largest_layer(), self.bound_one_microbatch(), self.bound_holding())
+        arguments = self.average(), self.average_with_shares(), self.bound_count()
+        return max(*arguments, self.bound_largest_layer(), self.bound_one_microbatch(), self.bound_holding())
 
     def average(self) -> float:
         speeds = sorted(self._speeds, reverse=True)
@@ -63,6 +65,21 @@ class OverallBound:
         if self.barrier:  # the slowest device may be the one that is idle longest
             idle = sum(speed * self._bound_before(place // self.copies) for place, speed in enumerate(speeds))
         return (self.microbatches * float(self._all.sum()) + idle) / sum(speeds)
+
+    def average_with_shares(self) -> float:
+        """Without idle time at first, when S of the embedding may run."""
+        shares = self._time_shares
+        if not shares:
+            return 0.0
+        devices = [None] if self.cluster is None else [device.speeds for device in self.cluster.devices]
+        own = [shares if speeds is None else self._kinds[speeds]._time_shares for speeds in devices]
+        speeds = [max(speed, shares / time) for speed, time in zip(self._speeds, own * (self.ranks // len(own)), strict=True)]
+        return self.microbatches * (float(self._all.sum()) + self.ranks * shares) / sum(speeds)
+
+    @property
+    def _time_shares(self) -> float:
+        """S and T of a mean share of a spread vocabulary."""
+        return sum(share.time for share in self.profile.shares)
 
     def bound_count(self) -> float:
         if self.copies > 1:
