@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.errors import PenstockError
 from penstock.ir import codes
-from penstock.ir.cluster import Cluster, share_rows
+from penstock.ir.cluster import Cluster
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Ints, Rows
@@ -25,7 +25,6 @@ from penstock.planner.partition.slices import list_edges
 from penstock.planner.partition.stage_costs import split_layers
 from penstock.planner.problem import Problem
 from penstock.planner.profile import Profile
-from penstock.planner.profile.vocabulary import list_rank_shares
 from penstock.planner.request import NO_SLICES, SEARCHED, Request
 from penstock.schedules.registry import Algorithm, algorithms, parse_name
 from penstock.simulator.simulate import retime
@@ -301,7 +300,7 @@ class _Fitting:
             return Candidate.untimed(named.name, problems[0], Verdict.SLOW, request.units.time(least))
         try:
             most = len(fast) if named.is_fixed and not fast[0].is_spread else _MOST_BUILT
-            timed = [share_again(candidate) for problem in fast[:most] for candidate in self._time(problem)]
+            timed = [share_again(candidate) for problem in self._sort(fast)[:most] for candidate in self._time(problem)]
         except PenstockError as error:  # the schedule itself says what it does not take
             return Candidate.untimed(named.name, problems[0], Verdict.REFUSED, str(error))
         if not timed:
@@ -342,6 +341,13 @@ class _Fitting:
             candidate = Candidate.time(self.named.name, problem, schedule)
             self.known = candidate if self.named.is_fixed else None
             yield candidate
+
+    def _sort(self, problems: list[Problem]) -> list[Problem]:
+        """The most promising first, if the vocabulary is spread and they are many: that takes longer to place than to time on each."""
+        if not problems[0].is_spread or len(problems) <= _MOST_BUILT:
+            return problems
+        order = _pick_best(list(self._time(problems[0])))
+        return sorted(problems, key=lambda problem: _rate(share_again(order.retime(problem))))
 
     def _cut_for_memory(self, candidate: Candidate) -> Candidate:
         """Cut the model so that this schedule fits; the moments at which it did not are added one after the other."""
@@ -393,30 +399,38 @@ class _Fitting:
 
 def _pick_best(candidates: list[Candidate]) -> Candidate:
     """The fastest that fits, else the one that is least over its limit."""
-    return min(candidates, key=lambda option: (not option.fits, option.objective if option.fits else option.excess, option.objective))
+    return min(candidates, key=_rate)
+
+
+def _rate(option: Candidate) -> tuple[bool, float | None, float | None]:
+    return not option.fits, option.objective if option.fits else option.excess, option.objective
 
 
 def share_again(candidate: Candidate) -> Candidate:
-    """The same order on the same stages, with the rows of a spread vocabulary in the memory that the rest leaves free on each device.
+    """The same order on the same stages, with the rows of a spread vocabulary shared out in a better way, if there is one.
 
-    As fast as that memory allows, so a candidate that is over its limits may fit then.
+    Within the memory that everything else leaves free on each device, so a candidate that is over its limits may fit then.
     """
-    best, last = candidate, candidate
+    if candidate.problem.cluster is None or not candidate.problem.is_spread:
+        return candidate
+    ways = (True, False) if candidate.problem.memory_limit is not None else (True,)
+    return _pick_best([candidate, *(trial for layers in ways for trial in _share_within_memory(candidate, layers))])
+
+
+def _share_within_memory(last: Candidate, layers: bool) -> Iterator[Candidate]:
+    """Rows that even out the layers, or that take as long on all ranks, in the memory that was free the time before."""
     for _ in range(_ROUNDS):
         problem = last.problem
-        if problem.cluster is None or problem.profile is None or problem.memory_limit is None or not problem.is_spread:
-            break
-        shares = list_rank_shares(problem.profile, problem.ranks, problem.cluster)
+        assert problem.profile is not None
         held = problem.ranks * sum(layer.static + _PENDING * layer.activation for layer in problem.profile.shares)
         rows = problem.rows or (1 / problem.ranks,) * problem.ranks
-        free = [limit - peak for limit, peak in zip(problem.memory_limit, last.timeline.peak_memory, strict=True)]
+        free = [limit - peak for limit, peak in zip(problem.limits, last.timeline.peak_memory, strict=True)]
         most = [max(part + room / held, 0.0) if held else 1.0 for part, room in zip(rows, free, strict=True)]
-        chosen = share_rows([sum(layer.time for layer in own) for own in shares], most)
-        if not chosen or max(abs(one - other) for one, other in zip(chosen, rows, strict=True)) < _FASTER:
-            break
-        last = last.retime(problem.share_rows(chosen))
-        best = _pick_best([best, last])
-    return best
+        again = problem.balance_rows(most, layers)
+        if again is None or max(abs(one - other) for one, other in zip(again.rows, rows, strict=True)) < _FASTER:
+            return
+        last = last.retime(again)
+        yield last
 
 
 # Shifting cuts: loads alone do not tell how long a schedule takes ------------------------------------------------------

@@ -66,8 +66,8 @@ def _write_summary(plan: Plan) -> Iterator[str]:
     if any(plan.recompute):
         yield f"  {'recompute':<12} {_name_all([stage for stage, again in enumerate(plan.recompute) if again], 'stage')}"
     if plan.vocabulary:
-        times = [units.time(sum(layer.time for layer in own)) for own in _list_shares(plan)]
-        taken = times[0] if len(set(times)) == 1 else f"{min(times, key=times.index)} to {max(times, key=times.index)}"
+        times = [sum(layer.time for layer in own) for own in _list_shares(plan)]
+        taken = " to ".join(dict.fromkeys((units.time(min(times)), units.time(max(times)))))
         yield f"  {'vocabulary':<12} embedding and head on all ranks, {taken} per rank and microbatch"
     yield from _write_offload(plan)
     for note in plan.notes:

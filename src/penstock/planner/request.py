@@ -240,7 +240,7 @@ class Request:
 
         With slices, each with the lengths that suit its slowest rank, and with equal lengths. The loads do not depend on the lengths.
         With `moves`, partitions count as fitting if they do with activations on the host. On a cluster, all that for each of the
-        assignments to try.
+        assignments to try; a spread vocabulary has its rows shared out as the assignment says, and so that they even out the layers.
         """
         first = self.guess_lengths(profile, slices)
         problems = []
@@ -252,7 +252,10 @@ class Request:
                     self.make_problem(profile, placement, sizes, recompute, lengths, assignment=assignment)
                     for lengths in self._list_lengths(profile, placement, sizes, recompute, slices, assignment)
                 ]
-        return problems
+        if self.cluster is None or not profile.shares:
+            return problems
+        pairs = ((problem.balance_rows(), problem) for problem in problems)
+        return [one for pair in pairs for one in pair if one is not None]
 
     def list_every_cut(self, profile: Profile, placement: Placement, recompute: tuple[bool, ...]) -> Iterator[Problem]:
         """On a cluster, every partition with each of the assignments to try; nothing if there are many.

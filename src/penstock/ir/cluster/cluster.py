@@ -35,6 +35,8 @@ _NODE_FIELDS: dict[str, tuple[type, ...]] = {"node_latency": (int, float), "node
 """Fields of a file that describe links by nodes, with their types."""
 _MOST_SPEED = 1e100
 """Times that are divided by a speed must remain finite."""
+_ROUNDING = 1e-12
+"""Parts that make up less than 1 by this much make up everything."""
 _LONGEST_NAME, _MOST_KINDS = 200, 8
 """Characters of a name, and kinds of devices that are named in one line."""
 
@@ -408,8 +410,8 @@ class Cluster:
             return {}
         if any(getattr(costs, name) != 1.0 for name in ("rank_s", "rank_t", "rank_logits")):
             raise CostsError("rank_s, rank_t and rank_logits follow from the devices of the cluster: leave them out")
-        ends = sorted({0, placement.stages - 1})
-        s, t = (sum(_sum_units(getattr(costs, name), stage) for stage in ends) for name in ("s", "t"))
+        ones = [1.0] * placement.stages
+        s, t = (sum(map(_find_mean, {0: rows[0], len(rows): rows[-1]}.values())) for rows in (_divide(costs.s, ones), _divide(costs.t, ones)))
         speeds = [device.speeds for device in self.devices]
         rows = [len(self) * part for part in share_rows([s / _mean(speed.f) + t / _mean(speed.w) for speed in speeds])]
         return {
@@ -542,37 +544,40 @@ class Cluster:
             raise FileFormatError(os.fspath(path), str(error)) from None
 
 
-def share_rows(times: Sequence[float], most: Sequence[float] = ()) -> tuple[float, ...]:
+def share_rows(times: Sequence[float], most: Sequence[float] = (), before: Sequence[float] = ()) -> tuple[float, ...]:
     """The part of the rows of a vocabulary that each device takes so that the slowest takes least; nothing if there is too little room.
 
-    `times` are those of all rows on each device, and `most` is the largest part that each has memory for.
+    `times` are those of all rows on each device, `most` is the largest part that each has memory for, and `before` what each takes besides.
 
     >>> share_rows([1.0, 2.0, 2.0])
     (0.5, 0.25, 0.25)
-    >>> share_rows([1.0, 2.0, 2.0], most=[0.2, 1.0, 1.0])
-    (0.2, 0.4, 0.4)
+    >>> share_rows([1.0, 2.0, 2.0], most=[0.25, 1.0, 1.0])
+    (0.25, 0.375, 0.375)
+    >>> share_rows([1.0, 1.0, 1.0], before=[0.5, 0.0, 9.0])
+    (0.25, 0.75, 0.0)
     """
-    room = [1.0] * len(times) if not most else [min(part, 1.0) for part in most]
-    if sum(room) < 1.0:
+    count = len(times)
+    room = [min(part, 1.0) for part in most] or [1.0] * count
+    taken = list(before) or [0.0] * count
+    each = list(times) if any(times) else [1.0] * count
+
+    def share_until(end: float) -> list[float]:
+        return [min(max((end - base) / time, 0.0), part) for base, time, part in zip(taken, each, room, strict=True)]
+
+    ends = sorted({*taken, *(base + time * part for base, time, part in zip(taken, each, room, strict=True))})
+    totals = [sum(share_until(end)) for end in ends]
+    place = next((place for place, total in enumerate(totals) if total >= 1.0 - _ROUNDING), None)
+    if place is None:
         return ()
-    speeds = [1.0] * len(times) if not any(times) else [1.0 / time for time in times]
-    parts, open_ranks, left = list(room), set(range(len(times))), 1.0
-    while open_ranks:
-        total = sum(speeds[rank] for rank in sorted(open_ranks))
-        full = {rank for rank in open_ranks if left * speeds[rank] > total * room[rank]}
-        if not full:
-            for rank in open_ranks:
-                parts[rank] = left * speeds[rank] / total
-            break
-        open_ranks -= full
-        left -= sum(room[rank] for rank in sorted(full))
-    return tuple(parts)
+    low, high = share_until(ends[max(place - 1, 0)]), share_until(ends[place])
+    grown = sum(high) - sum(low)
+    share = min((1.0 - sum(low)) / grown, 1.0) if grown else 1.0
+    return tuple(one + share * (other - one) for one, other in zip(low, high, strict=True))
 
 
-def _sum_units(value: Any, stage: int) -> float:
+def _find_mean(value: float | tuple[float, ...]) -> float:
     """The value of a stage, as the mean over its microbatches."""
-    own = value[stage] if isinstance(value, tuple) else value
-    return sum(own) / len(own) if isinstance(own, tuple) else own
+    return sum(value) / len(value) if isinstance(value, tuple) else value
 
 
 def _is_same_node(one: Device, other: Device) -> bool:
