@@ -575,7 +575,7 @@ class _Run:
             self.out.finish[rank] = max(last, state.lane, copied) + step
 
     def _cost_of_share(self, name: str, rank: int, part: Action) -> float:
-        """What a rank's share of the vocabulary takes or holds: a multiple of what that of the stage does, which may differ for both ends."""
+        """What a rank's share of the vocabulary takes or holds: so many times the value of the stage, for each end."""
         multiple: Any = getattr(self.costs, f"rank_{name}")
         if isinstance(multiple, tuple):
             multiple = multiple[rank]

@@ -382,6 +382,8 @@ class Cluster:
     def apply(self, costs: Costs, placement: Placement) -> Costs:
         """Costs in which every stage takes as long as it does on the device of its rank, and messages as long as on its links.
 
+        If a vocabulary is spread over devices of different speeds (`s` and `t`), each takes as many rows as it is fast.
+
         >>> from penstock.ir.costs import Costs
         >>> from penstock.ir.placement import Placement
         >>> Cluster([Device(), Device(speed=0.5)]).apply(Costs(f=1.0), Placement.linear(2)).f
@@ -395,6 +397,7 @@ class Cluster:
         if costs.b is not None and any(speed.i != speed.w for speed in speeds):
             raise CostsError("costs.b is the time of a full backward, and i and w differ in speed: give i and w instead of b")
         values = {"f": "f", "i": "i", "w": "w", "b": "w", "optimizer": "optimizer"}
+        values |= {"s": "f", "t": "w"} if self.has_equal_devices else {}
         times: dict[str, Any] = {
             name: _divide(getattr(costs, name), [getattr(speed, of) for speed in speeds])
             for name, of in values.items()
@@ -406,12 +409,12 @@ class Cluster:
 
     def _share_vocabulary(self, costs: Costs, placement: Placement) -> dict[str, Any]:
         """The multiples of S, T and logits if every rank has as much of a spread vocabulary as its device is fast at it."""
-        if not (costs.s or costs.t):
+        if self.has_equal_devices or not (costs.s or costs.t):
             return {}
         if any(getattr(costs, name) != 1.0 for name in ("rank_s", "rank_t", "rank_logits")):
             raise CostsError("rank_s, rank_t and rank_logits follow from the devices of the cluster: leave them out")
-        ones = [1.0] * placement.stages
-        s, t = (sum(map(_find_mean, {0: rows[0], len(rows): rows[-1]}.values())) for rows in (_divide(costs.s, ones), _divide(costs.t, ones)))
+        by_stage = (_divide(value, [1.0] * placement.stages) for value in (costs.s, costs.t))
+        s, t = (_find_mean(values[0]) + _find_mean(values[-1]) for values in by_stage)
         speeds = [device.speeds for device in self.devices]
         rows = [len(self) * part for part in share_rows([s / _mean(speed.f) + t / _mean(speed.w) for speed in speeds])]
         return {
