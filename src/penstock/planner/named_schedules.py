@@ -423,11 +423,12 @@ def _share_within_memory(last: Candidate, layers: bool) -> Iterator[Candidate]:
         problem = last.problem
         assert problem.profile is not None
         held = problem.ranks * sum(layer.static + _PENDING * layer.activation for layer in problem.profile.shares)
-        rows = problem.rows or (1 / problem.ranks,) * problem.ranks
+        equal = (1 / problem.ranks,) * problem.ranks
+        rows = problem.rows or equal
         free = [limit - peak for limit, peak in zip(problem.limits, last.timeline.peak_memory, strict=True)]
         most = [max(part + room / held, 0.0) if held else 1.0 for part, room in zip(rows, free, strict=True)]
         again = problem.balance_rows(most, layers)
-        if again is None or max(abs(one - other) for one, other in zip(again.rows, rows, strict=True)) < _FASTER:
+        if again is None or max(abs(one - other) for one, other in zip(again.rows or equal, rows, strict=True)) < _FASTER:
             return
         last = last.retime(again)
         yield last

@@ -33,6 +33,8 @@ _MOST_CELLS = 3e7
 """Cells of the dynamic programme over layers and devices; beyond that it is left out."""
 _MOST_ROUNDS = 100
 """Changes that a start is improved by, at most."""
+_EVEN = 1e-9
+"""Parts of the rows that differ by less are equal."""
 
 Order = tuple[int, ...]
 T = TypeVar("T")
@@ -60,7 +62,8 @@ class Assignment:
 
     def take_rows(self, rows: Sequence[float]) -> Assignment:
         """The same devices, with these parts of the rows by rank."""
-        return replace(self, parts=tuple(rows[self.devices.index(device)] for device in range(len(rows))))
+        are_equal = max(rows) - min(rows) < _EVEN
+        return replace(self, parts=() if are_equal else tuple(rows[self.devices.index(device)] for device in range(len(rows))))
 
     @cached_property
     def cluster(self) -> Cluster:
