@@ -33,6 +33,7 @@ from penstock.planner.named_schedules import (
     recut,
     share_again,
     shift_lengths,
+    shift_rows,
     time_named,
     try_settings,
 )
@@ -268,7 +269,7 @@ class Explorer:
                 continue
             better = reassign(candidate, self.request, partial(self._is_over, "devices not exchanged", candidate.problem.cells, share))
             better = recut(better, partial(self._is_over, "cuts not shifted", candidate.problem.cells, share))
-            better = share_again(better)
+            better = shift_rows(share_again(better), partial(self._is_over, "rows not shifted", candidate.problem.cells, share))
             if candidate.slices > 1:
                 is_over = partial(self._is_over, "lengths of slices not shifted", candidate.problem.cells, share)
                 better = shift_lengths(better, self.request.granularity, is_over)

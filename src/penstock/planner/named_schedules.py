@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,8 @@ _ROUNDS = 4
 """Partitions that are tried for the memory of one schedule."""
 _MOST_BUILT = 4
 """Problems that a schedule which follows the costs is built for; others are only timed again."""
+_MOST_PLACED, _PLACED_CELLS = 24, 1_000
+"""Problems that a spread vocabulary is placed for, if it is quick, and their cells all together."""
 _MOST_CUTS = 80
 """Cuts that are timed for one schedule when they are shifted."""
 _FEWEST_EXCHANGES, _MOST_EXCHANGES, _EXCHANGE_CELLS = 6, 40, 3_000
@@ -57,6 +60,8 @@ _AHEAD = (0, 1, 2)
 """How many more activations a rank may hold while its vocabulary is spread over all ranks."""
 _PENDING = 2
 """Microbatches of which a rank holds logits, at most."""
+_MOST_ROWS, _ROW_STEPS = 240, (0.08, 0.04, 0.02, 0.01)
+"""Shares of the rows that are timed for one schedule, and how much is moved between two ranks, one after the other."""
 _FASTER = 1e-9
 """A smaller relative difference is rounding."""
 
@@ -299,8 +304,7 @@ class _Fitting:
             least = min(problem.work for problem in problems)
             return Candidate.untimed(named.name, problems[0], Verdict.SLOW, request.units.time(least))
         try:
-            most = len(fast) if named.is_fixed and not fast[0].is_spread else _MOST_BUILT
-            timed = [share_again(candidate) for problem in self._sort(fast)[:most] for candidate in self._time(problem)]
+            timed = [share_again(candidate) for problem in self._choose(fast) for candidate in self._time(problem)]
         except PenstockError as error:  # the schedule itself says what it does not take
             return Candidate.untimed(named.name, problems[0], Verdict.REFUSED, str(error))
         if not timed:
@@ -342,12 +346,19 @@ class _Fitting:
             self.known = candidate if self.named.is_fixed else None
             yield candidate
 
-    def _sort(self, problems: list[Problem]) -> list[Problem]:
-        """The most promising first, if the vocabulary is spread and they are many: that takes longer to place than to time on each."""
-        if not problems[0].is_spread or len(problems) <= _MOST_BUILT:
+    def _choose(self, problems: list[Problem]) -> list[Problem]:
+        """The problems that the schedule is built for: all if its order is always the same, else some.
+
+        A spread vocabulary takes longer to place than to time again, so that the first order is timed on all problems to find the most
+        promising ones.
+        """
+        if not problems[0].is_spread:
+            return problems if self.named.is_fixed else problems[:_MOST_BUILT]
+        most = max(_MOST_BUILT, min(_MOST_PLACED, _PLACED_CELLS // problems[0].cells))
+        if len(problems) <= most:
             return problems
         order = _pick_best(list(self._time(problems[0])))
-        return sorted(problems, key=lambda problem: _rate(share_again(order.retime(problem))))
+        return sorted(problems, key=lambda problem: _rate(share_again(order.retime(problem))))[:most]
 
     def _cut_for_memory(self, candidate: Candidate) -> Candidate:
         """Cut the model so that this schedule fits; the moments at which it did not are added one after the other."""
@@ -432,6 +443,31 @@ def _share_within_memory(last: Candidate, layers: bool) -> Iterator[Candidate]:
             return
         last = last.retime(again)
         yield last
+
+
+def shift_rows(candidate: Candidate, stop: Callable[[], bool]) -> Candidate:
+    """The same order with the fastest shares that fit and that moving rows between two ranks leads to, from a candidate that fits.
+
+    With few microbatches, all ranks wait for the slowest S more often than for the rank with most work.
+    """
+    best, left, ranks = candidate, _MOST_ROWS, candidate.problem.ranks
+    if candidate.problem.cluster is None or not candidate.problem.is_spread:
+        return best
+    for step in _ROW_STEPS:
+        improved = True
+        while improved and left > 0 and not stop():
+            rows = best.problem.rows or (1 / ranks,) * ranks
+            moves = [(source, target) for source, target in permutations(range(ranks), 2) if rows[source] >= step][:left]
+            left -= len(moves)
+            trials = [best.retime(best.problem.share_rows(_move_rows(rows, source, target, step))) for source, target in moves]
+            faster = [trial for trial in trials if trial.fits and trial.time_or_inf < best.time_or_inf * (1 - _FASTER)]
+            improved = bool(faster)
+            best = min(faster, key=lambda trial: trial.time_or_inf) if faster else best
+    return best
+
+
+def _move_rows(rows: tuple[float, ...], source: int, target: int, step: float) -> tuple[float, ...]:
+    return tuple(part + step * ((rank == target) - (rank == source)) for rank, part in enumerate(rows))
 
 
 # Shifting cuts: loads alone do not tell how long a schedule takes ------------------------------------------------------

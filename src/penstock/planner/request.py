@@ -240,7 +240,8 @@ class Request:
 
         With slices, each with the lengths that suit its slowest rank, and with equal lengths. The loads do not depend on the lengths.
         With `moves`, partitions count as fitting if they do with activations on the host. On a cluster, all that for each of the
-        assignments to try; a spread vocabulary has its rows shared out as the assignment says, and so that they even out the layers.
+        assignments to try; a spread vocabulary has its rows shared out as the assignment says, and so that they even out the layers. If
+        there are few partitions, it may have any of them: rows can make up for uneven layers.
         """
         first = self.guess_lengths(profile, slices)
         problems = []
@@ -252,10 +253,11 @@ class Request:
                     self.make_problem(profile, placement, sizes, recompute, lengths, assignment=assignment)
                     for lengths in self._list_lengths(profile, placement, sizes, recompute, slices, assignment)
                 ]
-        if self.cluster is None or not profile.shares:
+        if self.cluster is None or not profile.shares or not problems:
             return problems
-        pairs = ((problem.balance_rows(), problem) for problem in problems)
-        return [one for pair in pairs for one in pair if one is not None]
+        few = (problem for problem in self.list_every_cut(profile, placement, recompute) if min(problem.sizes[0], problem.sizes[-1]) > 1)
+        pairs = [*((problem.balance_rows(), problem) for problem in problems), *((problem.balance_rows(),) for problem in few)]
+        return list({problem.key: problem for pair in pairs for problem in pair if problem is not None}.values())
 
     def list_every_cut(self, profile: Profile, placement: Placement, recompute: tuple[bool, ...]) -> Iterator[Problem]:
         """On a cluster, every partition with each of the assignments to try; nothing if there are many.
