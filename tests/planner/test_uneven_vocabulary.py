@@ -85,7 +85,7 @@ def test_no_equal_parts_of_the_rows_are_much_faster_than_the_plan(seed: int) -> 
     plan = ps.plan(case.profile, **case.asked, vocabulary=True)
     best = case.find_best()
     assert plan.overall_bound <= best * (1 + 1e-9)
-    assert plan.objective <= best * 1.06
+    assert plan.objective <= best * 1.02
     assert plan.objective <= ps.plan(case.profile, **case.asked).objective * (1 + 1e-9)
 
 
@@ -166,14 +166,16 @@ def test_files(mixed: ps.Plan, tmp_path: Path) -> None:
             ps.Plan.load(tmp_path / "wrong.json")
 
 
-def test_plans_without_the_field_are_loaded_with_equal_parts(tmp_path: Path) -> None:
-    """As those of equal ranks, of equal devices, and all that were made before devices could have unequal parts."""
-    even = ps.plan(MODEL, cluster=ps.Cluster([FAST] * 2), **OPTIONS)
+def test_plans_without_the_field_have_equal_parts(tmp_path: Path) -> None:
+    """As those of equal ranks, and all that were made before devices could have unequal parts."""
     ranks = ps.plan(MODEL, ranks=2, **OPTIONS)
-    assert (even.vocabulary, even.row_shares, even.objective) == (True, (), ranks.objective)
-    assert "row_shares" not in even.to_json()
-    even.save(tmp_path / "plan.json")
-    assert ps.Plan.load(tmp_path / "plan.json").objective == even.objective
+    assert "row_shares" not in ranks.to_json()
+    before = replace(ranks, cluster=ps.Cluster([FAST] * 2), devices=(1, 0))
+    before.save(tmp_path / "plan.json")
+    again = ps.Plan.load(tmp_path / "plan.json")
+    assert (again.row_shares, again.objective) == ((), ranks.objective)
+    assert again.report().count("50.0%") == 2
+    assert ps.plan(MODEL, cluster=ps.Cluster([FAST] * 2), **OPTIONS).objective <= ranks.objective * (1 + 1e-9)
 
 
 def test_a_device_with_little_memory_takes_fewer_rows() -> None:
