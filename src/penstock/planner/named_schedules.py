@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations
@@ -42,8 +42,8 @@ _ROUNDS = 4
 """Partitions that are tried for the memory of one schedule."""
 _MOST_BUILT = 4
 """Problems that a schedule which follows the costs is built for; others are only timed again."""
-_MOST_PLACED, _PLACED_CELLS = 24, 1_000
-"""Problems that a spread vocabulary is placed for, if it is quick, and their cells all together."""
+_FEWEST_PLACED, _MOST_PLACED, _PLACED_CELLS = 2, 24, 2_000
+"""Problems that a spread vocabulary is placed for, and their cells all together."""
 _MOST_CUTS = 80
 """Cuts that are timed for one schedule when they are shifted."""
 _FEWEST_EXCHANGES, _MOST_EXCHANGES, _EXCHANGE_CELLS = 6, 40, 3_000
@@ -60,8 +60,10 @@ _AHEAD = (0, 1, 2)
 """How many more activations a rank may hold while its vocabulary is spread over all ranks."""
 _PENDING = 2
 """Microbatches of which a rank holds logits, at most."""
-_MOST_ROWS, _ROW_STEPS = 240, (0.08, 0.04, 0.02, 0.01)
-"""Shares of the rows that are timed for one schedule, and how much is moved between two ranks, one after the other."""
+_MOST_SHIFTS, _SHIFT_CELLS = 240, 60_000
+"""Shares of the rows that are timed for one schedule when rows are shifted, and their cells all together."""
+_ROW_STEPS = (0.08, 0.04, 0.02, 0.01)
+"""How much of the rows is moved from one rank to another, one after the other."""
 _FASTER = 1e-9
 """A smaller relative difference is rounding."""
 
@@ -354,7 +356,7 @@ class _Fitting:
         """
         if not problems[0].is_spread:
             return problems if self.named.is_fixed else problems[:_MOST_BUILT]
-        most = max(_MOST_BUILT, min(_MOST_PLACED, _PLACED_CELLS // problems[0].cells))
+        most = max(_FEWEST_PLACED, min(_MOST_PLACED, _PLACED_CELLS // problems[0].cells))
         if len(problems) <= most:
             return problems
         order = _pick_best(list(self._time(problems[0])))
@@ -450,19 +452,18 @@ def shift_rows(candidate: Candidate, stop: Callable[[], bool]) -> Candidate:
 
     With few microbatches, all ranks wait for the slowest S more often than for the rank with most work.
     """
-    best, left, ranks = candidate, _MOST_ROWS, candidate.problem.ranks
-    if candidate.problem.cluster is None or not candidate.problem.is_spread:
+    problem, best = candidate.problem, candidate
+    if problem.cluster is None or not problem.is_spread:
         return best
+    left, pairs = min(_MOST_SHIFTS, _SHIFT_CELLS // problem.cells), list(permutations(range(problem.ranks), 2))
     for step in _ROW_STEPS:
         improved = True
-        while improved and left > 0 and not stop():
-            rows = best.problem.rows or (1 / ranks,) * ranks
-            moves = [(source, target) for source, target in permutations(range(ranks), 2) if rows[source] >= step][:left]
-            left -= len(moves)
-            trials = [best.retime(best.problem.share_rows(_move_rows(rows, source, target, step))) for source, target in moves]
-            faster = [trial for trial in trials if trial.fits and trial.time_or_inf < best.time_or_inf * (1 - _FASTER)]
-            improved = bool(faster)
-            best = min(faster, key=lambda trial: trial.time_or_inf) if faster else best
+        while improved and left >= len(pairs) and not stop():
+            rows = best.problem.rows or (1 / problem.ranks,) * problem.ranks
+            left -= len(pairs)
+            trials = (problem.share_rows(_move_rows(rows, *pair, step)) for pair in pairs if rows[pair[0]] >= step)
+            fastest = min((best, *_list_faster(best, trials, stop)), key=lambda option: option.time_or_inf)
+            improved, best = fastest is not best, fastest
     return best
 
 
@@ -482,7 +483,7 @@ def recut(candidate: Candidate, stop: Callable[[], bool], most: int = _MOST_CUTS
     best, left, tried = candidate, most, {problem.sizes}
     while left > 0 and not stop():
         todo = [sizes for sizes in _list_promising_cuts(cutting, best) if sizes not in tried][:left]
-        fastest = min((best, *_list_faster(best, todo, stop)), key=lambda option: option.time_or_inf)
+        fastest = min((best, *_list_faster(best, map(best.problem.recut, todo), stop)), key=lambda option: option.time_or_inf)
         left -= len(todo)
         if fastest is best:
             break
@@ -563,11 +564,11 @@ def _list_promising_cuts(cutting: Cutting, candidate: Candidate) -> list[tuple[i
     return [tuple(np.diff(near[row]).tolist()) for row in order if good[row]]
 
 
-def _list_faster(candidate: Candidate, cuts: list[tuple[int, ...]], stop: Callable[[], bool]) -> Iterator[Candidate]:
-    for sizes in cuts:
+def _list_faster(candidate: Candidate, problems: Iterable[Problem], stop: Callable[[], bool]) -> Iterator[Candidate]:
+    """The candidate's order on those of these problems that it fits on and is faster on."""
+    for problem in problems:
         if stop():
             return
-        problem = candidate.problem.recut(sizes)
         timeline = retime(candidate.timeline, problem.costs)
         if problem.objective(timeline) < candidate.time_or_inf * (1 - _FASTER) and problem.fits(timeline):
             yield Candidate.of_timeline(candidate.name, problem, candidate.schedule, timeline)

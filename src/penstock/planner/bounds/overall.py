@@ -68,18 +68,12 @@ class OverallBound:
 
     def average_with_shares(self) -> float:
         """Without idle time at first, when S of the embedding may run."""
-        shares = self._time_shares
-        if not shares:
+        share = _time_share(self.profile)
+        if not share:
             return 0.0
-        devices = [None] if self.cluster is None else [device.speeds for device in self.cluster.devices]
-        own = [shares if speeds is None else self._kinds[speeds]._time_shares for speeds in devices]
-        speeds = [max(speed, shares / time) for speed, time in zip(self._speeds, own * (self.ranks // len(own)), strict=True)]
-        return self.microbatches * (float(self._all.sum()) + self.ranks * shares) / sum(speeds)
-
-    @property
-    def _time_shares(self) -> float:
-        """S and T of a mean share of a spread vocabulary."""
-        return sum(share.time for share in self.profile.shares)
+        own = [self.profile] * self.ranks if self.cluster is None else [self.profile.on(device) for device in self.cluster.devices]
+        speeds = [max(speed, share / _time_share(profile)) for speed, profile in zip(self._speeds, own, strict=True)]
+        return self.microbatches * (float(self._all.sum()) + self.ranks * share) / sum(speeds)
 
     def bound_count(self) -> float:
         if self.copies > 1:
@@ -235,3 +229,8 @@ class OverallBound:
         before = float(self._least(lambda own: own._time_first("f"))[:layers].sum()) + layers * hop
         # A split backward leaves weight gradients to run until the end.
         return before if self.split else before + float(self._least(lambda own: own._time_first("b"))[:layers].sum()) + layers * hop
+
+
+def _time_share(profile: Profile) -> float:
+    """S and T of a mean share of a spread vocabulary; 0 without one."""
+    return sum(share.time for share in profile.shares)
