@@ -23,6 +23,7 @@ PER_ACTION = ("f", "i", "w", "b", "activation", "weight_stash", "kept", "kept_gr
 PER_STAGE = ("parameters", "shard", "unshard", "reduce", "optimizer")
 ONE_NUMBER = ("overlap", "host_latency", "host_bandwidth")
 LINKS = ("latency", "bandwidth")
+PER_RANK = ("rank_s", "rank_t", "rank_logits")
 rates = st.one_of(st.none(), st.floats(1e-9, 1e12))
 an_action = st.one_of(amounts, st.lists(st.one_of(amounts, st.lists(amounts, max_size=4)), max_size=4))
 any_costs = st.fixed_dictionaries(
@@ -31,6 +32,7 @@ any_costs = st.fixed_dictionaries(
         **dict.fromkeys(PER_ACTION, an_action),
         **{name: st.one_of(amounts, st.lists(amounts, max_size=4)) for name in PER_STAGE},
         **{name: st.floats(1e-9, 1e12) for name in ONE_NUMBER},
+        **{name: st.one_of(amounts, st.lists(st.one_of(amounts, st.tuples(amounts, amounts)), max_size=4)) for name in PER_RANK},
         "latency": st.one_of(amounts, st.lists(st.lists(amounts, min_size=3, max_size=3), min_size=3, max_size=3)),
         "bandwidth": st.one_of(rates, st.lists(st.lists(rates, min_size=3, max_size=3), min_size=3, max_size=3)),
         "contention": st.sampled_from(CONTENTION[:-1]),
@@ -45,6 +47,7 @@ def test_every_field_is_of_one_form() -> None:
         *PER_STAGE,
         *ONE_NUMBER,
         *LINKS,
+        *PER_RANK,
         "lanes",
         "contention",
         "host_link_shared",
@@ -306,6 +309,36 @@ def test_as_many_values_as_slices_are_needed():
     schedule = ps.schedule("seq1f1b", ranks=1, microbatches=2, slices=2)
     with pytest.raises(CostsError, match=r"f\[0\] has 2 values for 4 microbatches, or slices of them"):
         ps.simulate(schedule, Costs(f=[[1, 3]]))
+
+
+# Ranks that have more of a spread vocabulary than others ----------------------------------------------------------------
+
+
+def test_multiples_are_per_rank_and_end() -> None:
+    costs = Costs(s=[1.0, 0.0, [2.0, 3.0]], rank_s=[1.0, 2.0, (0.5, 4.0)], logits=2.0)
+    assert costs.of_shares("s", (3, 2), np.array([0, 1, 2, 2]), np.array([2, 2, 2, 0]), np.array([1, 0, 1, 1])).tolist() == [3, 4, 12, 0.5]
+    assert costs.share_table("logits", 3, 2).tolist() == [[2, 2], [2, 2]]
+    assert costs.permuted([1, 0]).rank_s == costs.rank_s
+    assert costs.differing == ["s"]
+
+
+@pytest.mark.parametrize(
+    ("multiples", "reason"),
+    [
+        ([1.0, -1.0], r"rank_s\[1\] must be a finite number of at least 0, got -1"),
+        ([(1.0, 2.0, 3.0)], r"rank_s\[0\] has 3 values: give one number, or one for the embedding and one for the head"),
+        ([[[1.0, 2.0]]], r"rank_s\[0\]\[0\] must be a number"),
+    ],
+)
+def test_wrong_multiples_are_refused(multiples: Any, reason: str) -> None:
+    with pytest.raises(CostsError, match=reason):
+        Costs(rank_s=multiples)
+
+
+def test_multiples_for_other_ranks_are_refused() -> None:
+    schedule = ps.spread_vocabulary(ps.schedule("1f1b", 2, 2))
+    with pytest.raises(CostsError, match=r"rank_t has 3 values for 2 ranks: give one number or one per rank"):
+        ps.simulate(schedule, Costs(rank_t=[1.0, 2.0, 3.0]))
 
 
 # Links between pairs of ranks -----------------------------------------------------------------------------------------

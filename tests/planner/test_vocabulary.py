@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.errors import CostsError, PlacementError, PlanError
-from penstock.ir.cluster import Cluster, Device
 from penstock.ir.kind import SPREAD
 from penstock.ir.placement import Placement
 from penstock.planner.partition.cut import cut_layers
@@ -139,8 +138,6 @@ def test_plans_leave_a_layer_to_each_stage() -> None:
 def test_bad_input_is_refused() -> None:
     with pytest.raises(CostsError, match="at least 3 layers; there are 2"):
         ps.plan(ps.Profile([BLOCK, BLOCK]), ranks=2, microbatches=2, vocabulary=True)
-    with pytest.raises(CostsError, match="leave out cluster="):
-        ps.plan(MODEL, cluster=Cluster([Device(), Device(speed=2.0)]), microbatches=2, vocabulary=True)
     with pytest.raises(CostsError, match="give the whole profile, and vocabulary=True"):
         ps.plan(spread_ends(MODEL, 4), ranks=4, microbatches=2)
     with pytest.raises(CostsError, match="spread over the ranks already"):

@@ -29,13 +29,16 @@ def spread(name: str, ranks: int, microbatches: int, **options: Any) -> Schedule
     return ps.spread_vocabulary(ps.schedule(name, ranks=ranks, microbatches=microbatches), vocabulary=ps.Vocabulary(**options))
 
 
-def plan_for_cluster(*devices: int) -> ps.Plan:
-    """A plan that spreads the vocabulary, with two blocks per rank, and these devices of a cluster as its ranks."""
+def plan_for_cluster(*devices: int, shares: tuple[float, ...] = ()) -> ps.Plan:
+    """A plan that spreads the vocabulary, with two blocks per rank, and these devices of a cluster as its ranks.
+
+    `shares` is the part of the rows that each rank has, equal parts by default.
+    """
     sizes = {"layers": 2 * len(devices), "hidden": 512, "heads": 4, "sequence": 512, "vocabulary": 262144}
     profile = ps.Profile.transformer(**sizes, flops=400e12, latency=1e-5, bandwidth="50GB")
     plan = ps.plan(profile, ranks=len(devices), microbatches=4, seconds=0, schedules=["1f1b"], vocabulary=True)
     assert plan.vocabulary
-    return replace(plan, devices=devices)
+    return replace(plan, devices=devices, row_shares=shares)
 
 
 def draw_batch(*shape: int) -> tuple[Tensor, Tensor]:

@@ -152,6 +152,8 @@ def spread(draw: st.DrawFn) -> tuple[Table, Costs]:
     a_stage = st.lists(amounts, min_size=table.stages, max_size=table.stages)
     a_unit = st.lists(st.lists(amounts, min_size=table.units, max_size=table.units), min_size=table.stages, max_size=table.stages)
     further = {name: draw(st.one_of(amounts, a_stage, a_unit)) for name in ("s", "t", "broadcast", "combine", "logits")}
+    a_rank = st.lists(st.one_of(amounts, st.tuples(amounts, amounts)), min_size=table.ranks, max_size=table.ranks)
+    further |= {name: draw(st.one_of(st.just(1.0), amounts, a_rank)) for name in ("rank_s", "rank_t", "rank_logits")}
     return table, replace(draw(costs(table, amounts, contention)), **further)
 
 

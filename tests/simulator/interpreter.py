@@ -292,7 +292,7 @@ class _Run:
             return False
         for other in state.leaving:
             other.beside = True
-        duration = sum(self._duration(part) for part in action.parts)
+        duration = sum(self._duration(rank, part) for part in action.parts)
         if len(action.parts) > 1:
             duration *= self.costs.overlap
         self._record(rank, self.now, self.now + duration)
@@ -304,7 +304,7 @@ class _Run:
             if part.kind is Kind.F and self.table.training:
                 self._hold(rank, self._now_at(rank, 0), "activations", self._cost("activation", part.stage, part.microbatch))
             if part.kind is Kind.S:
-                self._hold(rank, self._now_at(rank, 0), "activations", self._cost("logits", part.stage, part.microbatch))
+                self._hold(rank, self._now_at(rank, 0), "activations", self._cost_of_share("logits", rank, part))
                 embedding = self._cost("output", 0, part.microbatch) if part.stage == 0 else 0.0
                 self._hold(rank, self._now_at(rank, 0), "receive buffers", embedding)
         self._at(self.now + duration, rank, lambda: self._computed(rank, action))
@@ -364,9 +364,11 @@ class _Run:
         elif part.kind in (Kind.B, Kind.I):
             yield from ((("down", other, stage, microbatch), other) for other in graph.inputs_of(stage))
 
-    def _duration(self, part: Action) -> float:
+    def _duration(self, rank: int, part: Action) -> float:
         if part.kind is Kind.B and self.costs.b is None:
             return self._cost("i", part.stage, part.microbatch) + self._cost("w", part.stage, part.microbatch)
+        if part.kind in (Kind.S, Kind.T):
+            return self._cost_of_share(part.kind.name.lower(), rank, part)
         return self._cost(part.kind.name.lower(), part.stage, part.microbatch)
 
     def _computed(self, rank: int, action: Action) -> None:
@@ -421,7 +423,7 @@ class _Run:
     def _let_go_share(self, rank: int, part: Action) -> None:
         if part.kind is (Kind.T if self.table.training else Kind.S):
             brought = self._cost("output", part.stage, part.microbatch) if self.table.training or part.stage else 0.0
-            self._hold(rank, self._now_at(rank, 1), "activations", -self._cost("logits", part.stage, part.microbatch))
+            self._hold(rank, self._now_at(rank, 1), "activations", -self._cost_of_share("logits", rank, part))
             self._hold(rank, self._now_at(rank, 1), "receive buffers", -brought)
 
     # Memory -----------------------------------------------------------------------------------------------------------
@@ -571,6 +573,15 @@ class _Run:
             self.out.busy[rank] += step
             copied = max((end for _, end in self.out.collectives[rank].values()), default=0.0)
             self.out.finish[rank] = max(last, state.lane, copied) + step
+
+    def _cost_of_share(self, name: str, rank: int, part: Action) -> float:
+        """What a rank's share of the vocabulary takes or holds: so many times the value of the stage, for each end."""
+        multiple: Any = getattr(self.costs, f"rank_{name}")
+        if isinstance(multiple, tuple):
+            multiple = multiple[rank]
+        if isinstance(multiple, tuple):
+            multiple = multiple[0] if part.stage == 0 else multiple[1]
+        return float(multiple) * self._cost(name, part.stage, part.microbatch)
 
     def _cost(self, name: str, stage: int, microbatch: int | None = None) -> float:
         value: Any = getattr(self.costs, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from penstock.ir.costs import Costs
 from penstock.ir.kind import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
+from penstock.simulator.measured import measure_costs
 from simulator.draws import programs, schedules_of_any_kind, timed, zoo
 from simulator.runs import run
 
@@ -84,3 +86,17 @@ def test_gathers_are_communication() -> None:
     simulated = ps.simulate(program, Costs(unshard=2.5))
     measured = replace(simulated, source="measured")
     assert measured.idle_by_cause == simulated.idle_by_cause
+
+
+@pytest.mark.parametrize("multiples", [{}, {"rank_s": [0.5, (2.0, 0.25), 1.0], "rank_t": [1.0, 1.0, 3.0]}])
+def test_measured_costs_of_a_spread_vocabulary_know_each_rank(multiples: dict[str, Any]) -> None:
+    """Exact times give costs under which the step takes as long again; equal shares have no multiples."""
+    costs = Costs(s=[0.5, 0.0, 2.0], t=[0.25, 0.0, 1.0], broadcast=0.125, combine=0.25, **multiples)
+    program = ps.lower(ps.spread_vocabulary(ps.schedule("1f1b", ranks=3, microbatches=5), costs))
+    exact = ps.simulate(program, costs)
+    collective = exact.collective_end - exact.collective_start
+    measured = measure_costs(program, exact.start, exact.end, exact.arrive - exact.depart, collective)
+    assert ps.simulate(program, measured).makespan == pytest.approx(exact.makespan)
+    assert bool(multiples) != ((measured.rank_s, measured.rank_t) == (1.0, 1.0))
+    for name in "st":
+        assert measured.share_table(name, 3, 3) == pytest.approx(costs.share_table(name, 3, 3))

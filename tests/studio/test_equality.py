@@ -235,6 +235,7 @@ def test_sliced_schedules_are_timed_and_named_the_same(page: Page, name: str, lo
     assert asked(page, said["view"], timeline.costs) == said
 
 
+RANKS = ("rank_logits", "rank_s", "rank_t")
 SPREADS = {
     "both": ps.Vocabulary(),
     "head": ps.Vocabulary(embedding=False),
@@ -251,7 +252,8 @@ def spread(name: str, vocabulary: str, seed: int, contention: str = "independent
         field: [[random.uniform(0.1, 2) for _ in range(schedule.units)] for _ in range(schedule.stages)]
         for field in ("s", "t", "broadcast", "combine", "logits")
     }
-    chosen = replace(chosen, **tables)
+    shares = {field: [random.choice([random.uniform(0, 3), (random.uniform(0, 3), 1.5)]) for _ in range(3)] for field in RANKS[: seed + 1]}
+    chosen = replace(chosen, **tables, **shares)
     return ps.spread_vocabulary(schedule, chosen, SPREADS[vocabulary]), chosen
 
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 PerStage = float | tuple[float, ...]
 PerAction = float | tuple[float | tuple[float, ...], ...]
+PerRank = float | tuple[float | tuple[float, float], ...]
 
 CONTENTION = ("independent", "pair", "duplex", "rank", "links")
 
@@ -52,6 +53,9 @@ _PER_ACTION = (
     *("f", "i", "w", "b", "s", "t", "broadcast", "combine"),
     *("activation", "weight_stash", "kept", "kept_gradients", "logits", "output"),
 )
+_MULTIPLES = {"s": "rank_s", "t": "rank_t", "logits": "rank_logits"}
+"""What every rank has a value of, and the field with its multiples for each rank."""
+_PER_RANK = (*_LINKS, *_MULTIPLES.values())
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,13 @@ class Costs:
     logits: PerAction = 0.0
     """Held on each rank from a microbatch's S to its T: the logits of its share, and its part of the gradient of the head's input. What a
     BROADCAST brings, of the size of the stage's `output`, is counted apart."""
+    rank_s: PerRank = 1.0
+    """How many times `s` each rank takes, if their shares or their devices differ: one value per rank, which may be a pair, of the
+    embedding and of the head."""
+    rank_t: PerRank = 1.0
+    """How many times `t` each rank takes."""
+    rank_logits: PerRank = 1.0
+    """How many times `logits` each rank holds."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -140,6 +151,8 @@ class Costs:
                 self._check_link_field(field.name, value)
             elif value is not None or field.name not in _OPTIONAL:
                 object.__setattr__(self, field.name, _check_value(field.name, value))
+        for name in _MULTIPLES.values():
+            self._check_multiples(name)
         if self.host_bandwidth == 0:
             raise CostsError("host_bandwidth must be more than 0, or None for unlimited")
         if (self.contention == "links") != (self.lanes is not None):
@@ -153,6 +166,12 @@ class Costs:
             object.__setattr__(self, name, (check_latency if name == "latency" else check_bandwidth)(name, value))
         elif value is not None:
             object.__setattr__(self, name, check_lanes(name, value))
+
+    def _check_multiples(self, name: str) -> None:
+        value = getattr(self, name)
+        for rank, item in enumerate(value if isinstance(value, tuple) else ()):
+            if isinstance(item, tuple) and len(item) != 2:
+                raise CostsError(f"{name}[{rank}] has {len(item)} values: give one number, or one for the embedding and one for the head")
 
     def of_stage(self, name: str, stage: int, microbatch: int = 0) -> float:
         """One stage's value of a field, for a microbatch or slice by its number."""
@@ -202,6 +221,37 @@ class Costs:
         self._tables[key] = table
         return table.copy()
 
+    def of_shares(self, name: str, shape: tuple[int, int], rank: Any, stage: Any, microbatch: Any) -> NDArray[np.float64]:
+        """What actions of these ranks, stages and microbatches take or hold: `s`, `t` or `logits`. `shape` is that of `table`.
+
+        >>> Costs(s=[1.0, 4.0], rank_s=[0.5, 1.5]).of_shares("s", (2, 1), [0, 1], [1, 1], [0, 0]).tolist()
+        [2.0, 6.0]
+        """
+        import numpy as np
+
+        values: NDArray[np.float64] = self.table(name, *shape)[stage, microbatch]
+        multiple = getattr(self, _MULTIPLES[name])
+        return np.asarray(values * (self._multiples[name][rank, np.minimum(stage, 1)] if isinstance(multiple, tuple) else multiple))
+
+    def share_table(self, name: str, stages: int, ranks: int) -> NDArray[np.float64]:
+        """What every rank (row) takes or holds of one microbatch of the embedding and of the head (columns): `s`, `t` or `logits`."""
+        import numpy as np
+
+        rank, end = np.indices((ranks, 2))
+        return self.of_shares(name, (stages, 1), rank, end * (stages - 1), np.zeros_like(rank))
+
+    @cached_property
+    def _multiples(self) -> dict[str, NDArray[np.float64]]:
+        """The multiples that differ between ranks: of every rank (row) for the embedding and the head (columns)."""
+        import numpy as np
+
+        values = {name: getattr(self, of) for name, of in _MULTIPLES.items()}
+        return {
+            name: np.array([item if isinstance(item, tuple) else (item, item) for item in value])
+            for name, value in values.items()
+            if isinstance(value, tuple)
+        }
+
     @cached_property
     def _tables(self) -> dict[tuple[str, int, int], NDArray[np.float64]]:
         """The tables that were asked for before."""
@@ -220,13 +270,17 @@ class Costs:
         for field in fields(self):
             if field.name in _LINKS:
                 check_ranks(field.name, getattr(self, field.name), ranks)
+            elif field.name in _MULTIPLES.values():
+                value = getattr(self, field.name)
+                if isinstance(value, tuple) and len(value) != ranks:
+                    raise CostsError(f"{field.name} has {len(value)} values for {ranks} ranks: give one number or one per rank")
             elif isinstance(getattr(self, field.name), tuple):
                 self.table(field.name, stages, microbatches)
 
     @property
     def differing(self) -> list[str]:
         """The fields with a value per microbatch rather than per stage."""
-        tables = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _LINKS}
+        tables = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _PER_RANK}
         return [name for name, value in tables.items() if isinstance(value, tuple) and any(isinstance(row, tuple) for row in value)]
 
     def travel(self, sizes: Any, source: Any, target: Any) -> NDArray[np.float64]:
@@ -300,7 +354,7 @@ class Costs:
         ((3.0, 1.0, 2.0),)
         """
         copy = object.__new__(Costs)  # every value has been checked
-        copy.__dict__.update({name: value if name in _LINKS else _permute(value, order) for name, value in self.__dict__.items()})
+        copy.__dict__.update({name: value if name in _PER_RANK else _permute(value, order) for name, value in self.__dict__.items()})
         chosen = list(order)
         copy.__dict__["_tables"] = {key: table[:, chosen] for key, table in self._tables.items() if key[2] == len(chosen)}
         return copy
@@ -369,7 +423,8 @@ def _check_value(name: str, value: Any, depth: int = 0) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         if name in _ONE_NUMBER:
             raise CostsError(f"{name} is one number, not one per stage")
-        if depth == 2 or (depth == 1 and not name.startswith(tuple(f"{field}[" for field in _PER_ACTION))):
+        nested = *_PER_ACTION, *_MULTIPLES.values()
+        if depth == 2 or (depth == 1 and not name.startswith(tuple(f"{field}[" for field in nested))):
             raise CostsError(f"{name} must be a number, got {value!r}")
         return tuple(_check_value(f"{name}[{k}]", v, depth + 1) for k, v in enumerate(value))
     return check_number(name, value)

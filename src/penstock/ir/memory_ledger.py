@@ -154,7 +154,7 @@ def _list_stage_changes(table: Table, costs: Costs) -> list[Changes]:
     for category, kinds, when, sizes in (activations + _list_kept(table, costs) if table.training else []) + shares + gathered:
         entries = np.flatnonzero(rows.is_kind(*kinds) & inside)
         changes.append(_list_changes(category, entries, when, sizes[rows.stage[entries], rows.microbatch[entries]]))
-    return changes + _list_moves(table, activation)
+    return _list_logits(table, costs) + changes + _list_moves(table, activation)
 
 
 def _list_kept(table: Table, costs: Costs) -> list[tuple[int, tuple[Kind, ...], When, Floats]]:
@@ -170,18 +170,26 @@ def _list_kept(table: Table, costs: Costs) -> list[tuple[int, tuple[Kind, ...], 
     ]
 
 
+def _list_logits(table: Table, costs: Costs) -> list[Changes]:
+    """The logits of each rank's share of the vocabulary, of which ranks may have more or less."""
+    rows, inside, changes = table.rows, _find_inside(table), []
+    for kind, when, sign in ((Kind.S, When.START, 1.0), (Kind.T if table.training else Kind.S, When.END, -1.0)):
+        entries = np.flatnonzero(rows.is_kind(kind) & inside)
+        places = rows.rank[entries], rows.stage[entries], rows.microbatch[entries]
+        changes.append(_list_changes(_ACTIVATIONS, entries, when, sign * costs.of_shares("logits", (table.stages, table.units), *places)))
+    return changes
+
+
 def _list_shares(table: Table, costs: Costs) -> list[tuple[int, tuple[Kind, ...], When, Floats]]:
-    """What a spread vocabulary holds on every rank."""
+    """What a spread vocabulary holds on every rank besides: as much on each."""
     if not table.rows.is_kind(*SPREAD).any():
         return []
-    logits, brought, made = _read_sizes(costs, table, "logits"), _read_sizes(costs, table, "output"), _read_sizes(costs, table, "output")
+    brought, made = _read_sizes(costs, table, "output"), _read_sizes(costs, table, "output")
     made[1:] = 0.0
     if not table.training:
         brought[0] = 0.0
     last = Kind.T if table.training else Kind.S
     return [
-        (_ACTIVATIONS, (Kind.S,), When.START, logits),
-        (_ACTIVATIONS, (last,), When.END, -logits),
         (_RECEIVE_BUFFERS, (Kind.BROADCAST,), When.START, brought),
         (_RECEIVE_BUFFERS, (last,), When.END, -brought),
         (_RECEIVE_BUFFERS, (Kind.S,), When.START, made),

@@ -29,11 +29,10 @@ _TIMES = {
     Kind.B: "b",
     Kind.I: "i",
     Kind.W: "w",
-    Kind.S: "s",
-    Kind.T: "t",
     Kind.BROADCAST: "broadcast",
     Kind.COMBINE: "combine",
 }
+_SHARE_TIMES = {Kind.S: "s", Kind.T: "t"}
 _EARLY = 2
 """How many embeddings are made before the forward that needs the first of them."""
 _PENDING = 2
@@ -160,6 +159,10 @@ def _list_times(table: Schedule, costs: Costs) -> Floats:
         of_kind = rows.is_kind(kind)
         if of_kind.any():
             times[of_kind] = costs.table(name, table.stages, table.units)[rows.stage[of_kind], rows.microbatch[of_kind]]
+    for kind, name in _SHARE_TIMES.items():
+        of_kind = rows.is_kind(kind)
+        places = rows.rank[of_kind], rows.stage[of_kind], rows.microbatch[of_kind]
+        times[of_kind] = costs.of_shares(name, (table.stages, table.units), *places)
     nodes = np.bincount(rows.group, times)
     return np.where(np.bincount(rows.group) > 1, nodes * costs.overlap, nodes)
 

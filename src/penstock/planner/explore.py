@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.errors import MissingExtraError
 from penstock.ir.costs import Costs
@@ -31,7 +31,9 @@ from penstock.planner.named_schedules import (
     one_at_a_time,
     reassign,
     recut,
+    share_again,
     shift_lengths,
+    shift_rows,
     time_named,
     try_settings,
 )
@@ -127,28 +129,15 @@ class Explorer:
         request = self.request
         limits = None if request.offload else request.limits  # the arguments count what is held from F to I, which may be elsewhere
         rest = limits, request.recompute, request.barrier, request.split
-        whole = [
+        kinds = [(profile, self._copies, slices) for profile in request.profiles for slices in request.slices]
+        kinds += [(profile, 1, 1) for profile in request.spread_profiles]
+        bounds = [
             OverallBound(
-                profile,
-                request.count_microbatches(profile),
-                request.ranks,
-                self._copies,
-                *rest,
-                slices,
-                request.least_slice,
-                request.cluster,
+                profile, request.count_microbatches(profile), request.ranks, copies, *rest, slices, request.least_slice, request.cluster
             )
-            for profile in request.profiles
-            for slices in request.slices
+            for profile, copies, slices in kinds
         ]
-        return min([*(bound.value() for bound in whole), *(self._bound_spread(profile, *rest) for profile in request.spread_profiles)])
-
-    def _bound_spread(self, profile: Profile, *rest: Any) -> float:
-        """A bound of every plan with a spread vocabulary: the bound without S and T, or the work with them on the average of all ranks."""
-        microbatches, ranks = self.request.count_microbatches(profile), self.request.ranks
-        shares = sum(layer.time for layer in profile.shares)
-        work = microbatches * (min(1.0, profile.overlap) * profile.time / ranks + shares)
-        return max(work, OverallBound(profile, microbatches, ranks, 1, *rest).value())
+        return min(bound.value() for bound in bounds)
 
     # Time -------------------------------------------------------------------------------------------------------------
 
@@ -280,6 +269,7 @@ class Explorer:
                 continue
             better = reassign(candidate, self.request, partial(self._is_over, "devices not exchanged", candidate.problem.cells, share))
             better = recut(better, partial(self._is_over, "cuts not shifted", candidate.problem.cells, share))
+            better = shift_rows(share_again(better), partial(self._is_over, "rows not shifted", candidate.problem.cells, share))
             if candidate.slices > 1:
                 is_over = partial(self._is_over, "lengths of slices not shifted", candidate.problem.cells, share)
                 better = shift_lengths(better, self.request.granularity, is_over)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,8 @@ _ROUNDS = 4
 """Partitions that are tried for the memory of one schedule."""
 _MOST_BUILT = 4
 """Problems that a schedule which follows the costs is built for; others are only timed again."""
+_FEWEST_PLACED, _MOST_PLACED, _PLACED_CELLS = 2, 24, 2_000
+"""Problems that a spread vocabulary is placed for, and their cells all together."""
 _MOST_CUTS = 80
 """Cuts that are timed for one schedule when they are shifted."""
 _FEWEST_EXCHANGES, _MOST_EXCHANGES, _EXCHANGE_CELLS = 6, 40, 3_000
@@ -55,6 +58,12 @@ _STEPS = (8, 4, 2, 1)
 """By how many steps of the granularity a slice is made longer or shorter, one after the other."""
 _AHEAD = (0, 1, 2)
 """How many more activations a rank may hold while its vocabulary is spread over all ranks."""
+_PENDING = 2
+"""Microbatches of which a rank holds logits, at most."""
+_MOST_SHIFTS, _SHIFT_CELLS = 240, 60_000
+"""Shares of the rows that are timed for one schedule when rows are shifted, and their cells all together."""
+_ROW_STEPS = (0.08, 0.04, 0.02, 0.01)
+"""How much of the rows is moved from one rank to another, one after the other."""
 _FASTER = 1e-9
 """A smaller relative difference is rounding."""
 
@@ -299,8 +308,7 @@ class _Fitting:
             least = min(problem.work for problem in problems)
             return Candidate.untimed(named.name, problems[0], Verdict.SLOW, request.units.time(least))
         try:
-            most = len(fast) if named.is_fixed else _MOST_BUILT
-            timed = [candidate for problem in fast[:most] for candidate in self._time(problem)]
+            timed = [share_again(candidate) for problem in self._choose(fast) for candidate in self._time(problem)]
         except PenstockError as error:  # the schedule itself says what it does not take
             return Candidate.untimed(named.name, problems[0], Verdict.REFUSED, str(error))
         if not timed:
@@ -310,7 +318,7 @@ class _Fitting:
             return best
         by_devices: dict[object, list[Candidate]] = {}
         for candidate in timed:
-            by_devices.setdefault(candidate.devices, []).append(candidate)
+            by_devices.setdefault((candidate.devices, candidate.problem.rows), []).append(candidate)
         return _pick_best([self._cut_for_memory(_pick_best(same)) for same in by_devices.values()])
 
     @property
@@ -342,6 +350,20 @@ class _Fitting:
             self.known = candidate if self.named.is_fixed else None
             yield candidate
 
+    def _choose(self, problems: list[Problem]) -> list[Problem]:
+        """The problems that the schedule is built for: all if its order is always the same, else some.
+
+        A spread vocabulary takes longer to place than to time again, so that the first order is timed on all problems to find the most
+        promising ones.
+        """
+        if not problems[0].is_spread:
+            return problems if self.named.is_fixed else problems[:_MOST_BUILT]
+        most = max(_FEWEST_PLACED, min(_MOST_PLACED, _PLACED_CELLS // problems[0].cells))
+        if len(problems) <= most:
+            return problems
+        order = _pick_best(list(self._time(problems[0])))
+        return sorted(problems, key=lambda problem: _rate(share_again(order.retime(problem))))[:most]
+
     def _cut_for_memory(self, candidate: Candidate) -> Candidate:
         """Cut the model so that this schedule fits; the moments at which it did not are added one after the other."""
         best, last, moments = candidate, candidate, candidate.list_moments()
@@ -351,7 +373,7 @@ class _Fitting:
             cut = self.request.cut(self.profile, problem.placement, problem.recompute, moments, **options)
             if not cut.fits or cut.sizes == problem.sizes:
                 break
-            last = _pick_best(list(self._time(problem.recut(cut.sizes))))
+            last = _pick_best([share_again(other) for other in self._time(problem.recut(cut.sizes))])
             best = _pick_best([best, last])
             if last.fits:
                 break
@@ -392,7 +414,63 @@ class _Fitting:
 
 def _pick_best(candidates: list[Candidate]) -> Candidate:
     """The fastest that fits, else the one that is least over its limit."""
-    return min(candidates, key=lambda option: (not option.fits, option.objective if option.fits else option.excess, option.objective))
+    return min(candidates, key=_rate)
+
+
+def _rate(option: Candidate) -> tuple[bool, float | None, float | None]:
+    return not option.fits, option.objective if option.fits else option.excess, option.objective
+
+
+def share_again(candidate: Candidate) -> Candidate:
+    """The same order on the same stages, with the rows of a spread vocabulary shared out in a better way, if there is one.
+
+    Within the memory that everything else leaves free on each device, so a candidate that is over its limits may fit then.
+    """
+    if candidate.problem.cluster is None or not candidate.problem.is_spread:
+        return candidate
+    ways = (True, False) if candidate.problem.memory_limit is not None else (True,)
+    return _pick_best([candidate, *(trial for layers in ways for trial in _share_within_memory(candidate, layers))])
+
+
+def _share_within_memory(last: Candidate, layers: bool) -> Iterator[Candidate]:
+    """Rows that even out the layers, or that take as long on all ranks, in the memory that was free the time before."""
+    for _ in range(_ROUNDS):
+        problem = last.problem
+        assert problem.profile is not None
+        held = problem.ranks * sum(layer.static + _PENDING * layer.activation for layer in problem.profile.shares)
+        equal = (1 / problem.ranks,) * problem.ranks
+        rows = problem.rows or equal
+        free = [limit - peak for limit, peak in zip(problem.limits, last.timeline.peak_memory, strict=True)]
+        most = [max(part + room / held, 0.0) if held else 1.0 for part, room in zip(rows, free, strict=True)]
+        again = problem.balance_rows(most, layers)
+        if again is None or max(abs(one - other) for one, other in zip(again.rows or equal, rows, strict=True)) < _FASTER:
+            return
+        last = last.retime(again)
+        yield last
+
+
+def shift_rows(candidate: Candidate, stop: Callable[[], bool]) -> Candidate:
+    """The same order with the fastest shares that fit and that moving rows between two ranks leads to, from a candidate that fits.
+
+    With few microbatches, all ranks wait for the slowest S more often than for the rank with most work.
+    """
+    problem, best = candidate.problem, candidate
+    if problem.cluster is None or not problem.is_spread:
+        return best
+    left, pairs = min(_MOST_SHIFTS, _SHIFT_CELLS // problem.cells), list(permutations(range(problem.ranks), 2))
+    for step in _ROW_STEPS:
+        improved = True
+        while improved and left >= len(pairs) and not stop():
+            rows = best.problem.rows or (1 / problem.ranks,) * problem.ranks
+            left -= len(pairs)
+            trials = (problem.share_rows(_move_rows(rows, *pair, step)) for pair in pairs if rows[pair[0]] >= step)
+            fastest = min((best, *_list_faster(best, trials, stop)), key=lambda option: option.time_or_inf)
+            improved, best = fastest is not best, fastest
+    return best
+
+
+def _move_rows(rows: tuple[float, ...], source: int, target: int, step: float) -> tuple[float, ...]:
+    return tuple(part + step * ((rank == target) - (rank == source)) for rank, part in enumerate(rows))
 
 
 # Shifting cuts: loads alone do not tell how long a schedule takes ------------------------------------------------------
@@ -407,7 +485,7 @@ def recut(candidate: Candidate, stop: Callable[[], bool], most: int = _MOST_CUTS
     best, left, tried = candidate, most, {problem.sizes}
     while left > 0 and not stop():
         todo = [sizes for sizes in _list_promising_cuts(cutting, best) if sizes not in tried][:left]
-        fastest = min((best, *_list_faster(best, todo, stop)), key=lambda option: option.time_or_inf)
+        fastest = min((best, *_list_faster(best, map(best.problem.recut, todo), stop)), key=lambda option: option.time_or_inf)
         left -= len(todo)
         if fastest is best:
             break
@@ -469,7 +547,8 @@ def _move(candidate: Candidate, request: Request, devices: tuple[int, ...]) -> C
     problem = candidate.problem
     assert problem.profile is not None
     assert request.cluster is not None
-    assignment, shape = Assignment(request.cluster, devices), (problem.profile, problem.placement)
+    parts = () if problem.assignment is None else problem.assignment.parts
+    assignment, shape = Assignment(request.cluster, devices, parts), (problem.profile, problem.placement)
     cut = request.cut(*shape, problem.recompute, lengths=problem.lengths, assignment=assignment)
     if not cut.fits:
         return None
@@ -489,11 +568,11 @@ def _list_promising_cuts(cutting: Cutting, candidate: Candidate) -> list[tuple[i
     return [tuple(np.diff(near[row]).tolist()) for row in order if good[row]]
 
 
-def _list_faster(candidate: Candidate, cuts: list[tuple[int, ...]], stop: Callable[[], bool]) -> Iterator[Candidate]:
-    for sizes in cuts:
+def _list_faster(candidate: Candidate, problems: Iterable[Problem], stop: Callable[[], bool]) -> Iterator[Candidate]:
+    """The candidate's order on those of these problems that it fits on and is faster on."""
+    for problem in problems:
         if stop():
             return
-        problem = candidate.problem.recut(sizes)
         timeline = retime(candidate.timeline, problem.costs)
         if problem.objective(timeline) < candidate.time_or_inf * (1 - _FASTER) and problem.fits(timeline):
             yield Candidate.of_timeline(candidate.name, problem, candidate.schedule, timeline)

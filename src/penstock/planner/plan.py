@@ -107,6 +107,8 @@ class Plan:
     """The cluster that it was made for, as it was described."""
     devices: tuple[int, ...] = ()
     """The device of the cluster that each rank of the pipeline is; limits, costs and timelines are in the order of the ranks."""
+    row_shares: tuple[float, ...] = ()
+    """The part of a spread vocabulary's rows that each rank takes; empty if these are equal."""
 
     def __post_init__(self) -> None:
         """Refuse bounds above the objective: they would be false."""
@@ -143,6 +145,8 @@ class Plan:
         """The problem that the schedule solves."""
         shape = self.profile, self.placement, self.microbatches, self.partition, self.recompute
         assignment = None if self.cluster is None else Assignment(self.cluster, self.devices)
+        if assignment is not None and self.row_shares:
+            assignment = assignment.take_rows(self.row_shares)
         return Problem.cut(*shape, self.memory_limit, self.barrier, self.split, self.slice_lengths, assignment)
 
     @property
@@ -317,7 +321,8 @@ def plan(
       at least 4096 tokens each, if the profile has `tokens` and knows what a slice takes. Their lengths are chosen too, as multiples of
       `slice_granularity` tokens;
     - `vocabulary`: whether the first layer, the embedding, and the last, the head with the loss, may be spread over all ranks; such plans
-      compete with those that have them on the first and last stage;
+      compete with those that have them on the first and last stage. On a cluster, each device takes as many of their rows as it is fast,
+      within its memory: `Plan.row_shares`;
     - `seconds`: how long to plan; with 0 only the named schedules are timed, however long that takes;
     - `rounds`: how many orders the search times; the default usually takes less than `seconds`. Equal arguments and seeds give equal plans,
       unless `seconds` run out first: the report then says so;
@@ -335,8 +340,6 @@ def plan(
         raise CostsError(
             f"vocabulary=True spreads an embedding and a head, the first and last of at least 3 layers; there are {len(profile)}"
         )
-    if vocabulary and cluster is not None:
-        raise CostsError("vocabulary=True gives every rank an equal share of the embedding and the head: leave out cluster=")
     ranks = check_ranks(profile, ranks, cluster)
     if len(profile) < ranks:
         raise PlacementError(
@@ -431,6 +434,7 @@ def _build_plan(explorer: Explorer) -> Plan:
         slice_lengths=problem.lengths,
         cluster=request.cluster,
         devices=problem.devices,
+        row_shares=problem.rows,
     )
     plan.proof  # noqa: B018 - raises if anything is wrong with the plan, and is kept
     return plan

@@ -47,6 +47,7 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
     "slice_lengths": (list,),
     "cluster": (dict,),
     "devices": (list,),
+    "row_shares": (list,),
 }
 """Fields that some files lack."""
 
@@ -75,6 +76,7 @@ def encode(plan: Plan) -> dict[str, Any]:
         **({} if plan.host_memory_limit is None else {"host_memory_limit": list(plan.host_memory_limit)}),
         **sliced,
         **({} if plan.cluster is None else {"devices": list(plan.devices), "cluster": plan.cluster.to_json()}),
+        **({"row_shares": list(plan.row_shares)} if plan.row_shares else {}),
         "profile": plan.profile.to_json(),
         "schedule": json_form.encode(plan.schedule),
         "alternatives": [candidate.to_json() for candidate in plan.alternatives],
@@ -153,7 +155,22 @@ def _decode(data: dict[str, Any], schedule: Schedule, file: str) -> Plan:
         slice_lengths=lengths,
         cluster=cluster,
         devices=devices,
+        row_shares=_read_row_shares(data, profile, cluster, file),
     )
+
+
+def _read_row_shares(data: dict[str, Any], profile: Profile, cluster: Cluster | None, file: str) -> tuple[float, ...]:
+    """The part of the vocabulary's rows that each rank takes; nothing in files of plans with equal parts."""
+    if "row_shares" not in data:
+        return ()
+    if cluster is None or not profile.shares:
+        raise FileFormatError(file, "'row_shares' are for a vocabulary that is spread over the devices of a cluster: leave them out")
+    shares = data["row_shares"]
+    whole = all(type(share) in (int, float) and 0 <= share <= 1 for share in shares)
+    if not whole or len(shares) != len(cluster) or not math.isclose(sum(shares), 1.0, abs_tol=1e-6):
+        total = f", in all {sum(shares):.6g}" if whole else ""
+        raise FileFormatError(file, f"'row_shares' {shares} are not the parts of each of {len(cluster)} ranks, 1 in all{total}: plan again")
+    return tuple(map(float, shares))
 
 
 def write(plan: Plan, path: str | PathLike[str]) -> None:

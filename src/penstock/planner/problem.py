@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
 from penstock.errors import CostsError
-from penstock.ir.cluster import Cluster
+from penstock.ir.cluster import Cluster, share_rows
 from penstock.ir.costs import Costs
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Floats
@@ -18,6 +19,7 @@ from penstock.passes.lower import lower
 from penstock.planner.partition.assignment import Assignment
 from penstock.planner.partition.stage_costs import sliced_stage_costs, stage_costs
 from penstock.planner.profile import Profile
+from penstock.planner.profile.vocabulary import list_rank_shares
 from penstock.simulator.simulate import simulate
 from penstock.simulator.timeline import Timeline
 
@@ -78,7 +80,7 @@ class Problem:
         if lengths:
             costs = sliced_stage_costs(profile, sizes, placement, recompute, lengths, microbatches, cluster)
         else:
-            costs = stage_costs(profile, sizes, placement, recompute, cluster)
+            costs = stage_costs(profile, sizes, placement, recompute, cluster, () if assignment is None else assignment.rows)
         slices = max(len(lengths), 1)
         return cls(placement, microbatches, costs, memory_limit, barrier, split, profile, sizes, recompute, slices, lengths, assignment)
 
@@ -88,6 +90,24 @@ class Problem:
         lengths = self.lengths if lengths is None else lengths
         shape = self.profile, self.placement, self.microbatches, sizes, self.recompute
         return Problem.cut(*shape, self.memory_limit, self.barrier, self.split, lengths, self.assignment)
+
+    def share_rows(self, rows: tuple[float, ...]) -> Problem:
+        """The same stages on the same devices, with these parts of a spread vocabulary's rows by rank."""
+        assert self.profile is not None
+        assert self.assignment is not None
+        shape = self.profile, self.placement, self.microbatches, self.sizes, self.recompute
+        return Problem.cut(*shape, self.memory_limit, self.barrier, self.split, self.lengths, self.assignment.take_rows(rows))
+
+    def balance_rows(self, most: Sequence[float] = (), layers: bool = True) -> Problem | None:
+        """The same stages with the rows shared out so that the slowest rank has least to do on its rows, with `layers` on its stages too.
+
+        `most` is the largest part of the rows that each rank has memory for; None if these do not hold all rows.
+        """
+        assert self.profile is not None
+        loads = np.bincount(self.placement.copies[0], layers * self._stage_times, self.ranks)
+        shares = list_rank_shares(self.profile, self.ranks, self.cluster)
+        rows = share_rows([self.ranks * sum(layer.time for layer in own) for own in shares], most, loads.tolist())
+        return self.share_rows(rows) if rows else None
 
     def move(self, other: Problem, host_limits: tuple[float, ...] | None) -> Problem:
         """The same model on other devices, whose ranks have these limits of host memory: a problem of the same kind as this one."""
@@ -140,12 +160,17 @@ class Problem:
     @property
     def key(self) -> tuple[object, ...]:
         """Identifies a problem among those of one request."""
-        return self.microbatch, self.placement.copies, self.sizes, self.recompute, self.lengths, self.devices, self.is_spread
+        return self.microbatch, self.placement.copies, self.sizes, self.recompute, self.lengths, self.devices, self.rows, self.is_spread
 
     @property
     def devices(self) -> tuple[int, ...]:
         """The device of a cluster that each rank is; empty without a cluster."""
         return () if self.assignment is None else self.assignment.devices
+
+    @property
+    def rows(self) -> tuple[float, ...]:
+        """The part of a spread vocabulary's rows that each rank has, if these are not equal."""
+        return () if self.assignment is None else self.assignment.rows
 
     @property
     def cluster(self) -> Cluster | None:
@@ -189,12 +214,17 @@ class Problem:
             every = self.costs.table("f", self.stages, self.units) + self.costs.table("b", self.stages, self.units)
             np.add.at(loads, list(copies[0]), every.sum(axis=1))
             return float(loads.max()) * min(1.0, self.costs.overlap)
-        if self.is_spread:  # these run alone
-            loads += self.microbatches * float(sum(self.costs.table(name, self.stages, 1).sum() for name in ("s", "t")))
-        times = self.costs.table("f", self.stages, 1) + self.costs.table("b", self.stages, 1)
         for place, ranks in enumerate(copies):
-            np.add.at(loads, list(ranks), len(range(place, self.microbatches, len(copies))) * times[:, 0])
-        return float(loads.max()) * min(1.0, self.costs.overlap)
+            np.add.at(loads, list(ranks), len(range(place, self.microbatches, len(copies))) * self._stage_times)
+        if self.is_spread:  # S and T run alone
+            loads += self.microbatches * sum(self.costs.share_table(name, self.stages, self.ranks).sum(axis=1) for name in ("s", "t"))
+        return float(loads.max())
+
+    @property
+    def _stage_times(self) -> Floats:
+        """The least time of a microbatch on each stage."""
+        times = self.costs.table("f", self.stages, 1) + self.costs.table("b", self.stages, 1)
+        return np.asarray(min(1.0, self.costs.overlap) * times[:, 0])
 
     def evaluate(self, schedule: Schedule) -> Timeline:
         """The timeline that users see: the schedule lowered by the usual passes and simulated."""

@@ -13,6 +13,8 @@ from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
 from penstock.planner.candidate import IN_WORDS, Candidate, Verdict, count_moves
 from penstock.planner.partition.stage_costs import reserves, split_layers
+from penstock.planner.profile import Layer
+from penstock.planner.profile.vocabulary import list_rank_shares
 from penstock.planner.request import SEARCHED
 from penstock.simulator.simulate import simulate
 from penstock.text.numbers import format_count
@@ -64,8 +66,9 @@ def _write_summary(plan: Plan) -> Iterator[str]:
     if any(plan.recompute):
         yield f"  {'recompute':<12} {_name_all([stage for stage, again in enumerate(plan.recompute) if again], 'stage')}"
     if plan.vocabulary:
-        share = sum(layer.time for layer in plan.profile.shares)
-        yield f"  {'vocabulary':<12} embedding and head on all ranks, {units.time(share)} per rank and microbatch"
+        times = [sum(layer.time for layer in own) for own in _list_shares(plan)]
+        taken = " to ".join(dict.fromkeys((units.time(min(times)), units.time(max(times)))))
+        yield f"  {'vocabulary':<12} embedding and head on all ranks, {taken} per rank and microbatch"
     yield from _write_offload(plan)
     for note in plan.notes:
         yield from wrap(f"  {'note':<12} {note}", _WIDTH, subsequent_indent=" " * 15, break_on_hyphens=False)
@@ -154,7 +157,8 @@ def _write_devices(plan: Plan) -> Iterator[str]:
         return
     yield f"devices: {cluster.describe()}"
     has_nodes = len(cluster.nodes) > 1
-    rows: list[tuple[str, ...]] = [("rank", "device", "name", *(["node"] if has_nodes else []), "speed", "layers", "sends to")]
+    titles = ("rank", "device", "name", *(["node"] if has_nodes else []), "speed", "layers", *(["rows"] if plan.vocabulary else []))
+    rows: list[tuple[str, ...]] = [(*titles, "sends to")]
     receivers: dict[int, dict[int, None]] = {rank: {} for rank in range(plan.placement.ranks)}
     for copy in plan.placement.copies:
         for source, target in pairwise(copy):
@@ -164,9 +168,9 @@ def _write_devices(plan: Plan) -> Iterator[str]:
     for rank, number in enumerate(plan.devices):
         device, links = cluster.devices[number], [_describe_link(plan, rank, other) for other in receivers[rank]]
         node = [device.node or "-"] if has_nodes else []
-        rows.append(
-            (str(rank), str(number), device.name or "-", *node, device.speeds.describe(), str(layers[rank]), ", ".join(links) or "-")
-        )
+        part = plan.row_shares[rank] if plan.row_shares else 1 / plan.placement.ranks
+        cells = (device.name or "-", *node, device.speeds.describe(), str(layers[rank]), *([f"{part:.1%}"] if plan.vocabulary else []))
+        rows.append((str(rank), str(number), *cells, ", ".join(links) or "-"))
     yield from format_table(rows, left=(2, len(rows[0]) - 1), indent="  ")
     yield from (f"  {line}" for line in _describe_busy_lanes(plan))
 
@@ -245,11 +249,11 @@ def _format_runs(numbers: Sequence[int]) -> str:
 def _write_memory(plan: Plan) -> Iterator[str]:
     """One line per rank, or per run of ranks that hold the same: static memory, peak and limit."""
     units, limits = plan.units, plan.memory_limit
-    layers, spare = split_layers(plan.profile, plan.partition), _list_reserves(plan)
+    layers, spare, shares = split_layers(plan.profile, plan.partition), _list_reserves(plan), _list_shares(plan)
     rows: list[tuple[str, ...]] = []
     titles: tuple[str, ...] = ("rank", "parameters", "gradients", "optimizer", "reserve", "microbatches", "peak", "limit", "")
     for rank, peak in enumerate(plan.predicted.peak_memory):
-        own = [layer for stage in plan.placement.stages_of(rank) for layer in layers[stage]]
+        own = [*(layer for stage in plan.placement.stages_of(rank) for layer in layers[stage]), *shares[rank]]
         static = [sum(getattr(layer, name) for layer in own) for name in ("parameters", "gradients", "optimizer")] + [spare[rank]]
         limit = "none" if limits is None else units.size(limits[rank])
         used = "" if limits is None or not limits[rank] else _draw_bar(peak / limits[rank])
@@ -261,7 +265,14 @@ def _write_memory(plan: Plan) -> Iterator[str]:
 
 
 def _list_reserves(plan: Plan) -> list[float]:
-    return reserves(plan.profile, plan.partition, plan.placement, plan.recompute, plan.slice_lengths)
+    """Memory that each rank keeps free for running actions, on a layer or on its share of a vocabulary."""
+    kept = reserves(plan.profile, plan.partition, plan.placement, plan.recompute, plan.slice_lengths)
+    return [size + max((layer.workspace for layer in own), default=0.0) for size, own in zip(kept, _list_shares(plan), strict=True)]
+
+
+def _list_shares(plan: Plan) -> list[Sequence[Layer]]:
+    """Each rank's share of a spread embedding and head, on its device."""
+    return list_rank_shares(plan.profile, plan.placement.ranks, plan.problem.cluster, plan.row_shares)
 
 
 def _draw_bar(share: float) -> str:

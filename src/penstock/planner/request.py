@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, zip_longest
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from penstock.planner.partition.settings import Setting, SettingScores
 from penstock.planner.partition.slices import GRANULARITY, choose_lengths, list_edges, split_equal_time, split_equally
 from penstock.planner.problem import Problem
 from penstock.planner.profile import Profile, SliceCost
-from penstock.planner.profile.vocabulary import spread_ends
+from penstock.planner.profile.vocabulary import list_rank_shares, list_row_parts, spread_ends
 from penstock.schedules.registry import algorithms, parse_name
 from penstock.text.options import format_options, split_options
 from penstock.text.units import Units, check_count, has_byte_unit, parse_size
@@ -53,6 +53,8 @@ _MOST_LISTED = 1_000
 """Settings of a small cluster that schedules may be timed on."""
 _BOUNDED_CELLS = 10_000
 """Orders with more cells are not bounded: their scores decide."""
+_EVEN = 1e-9
+"""Times that differ by less than this share are equal."""
 
 Limit = float | str | Sequence[float | str] | None
 
@@ -151,15 +153,25 @@ class Request:
         assignment: Assignment | None = None,
     ) -> LayerCut:
         """The best partition of the layers, within the limits at these moments; with `moves`, if activations may be moved to the host."""
-        devices = None if assignment is None else assignment.devices
-        key = (profile.microbatch, placement.copies, recompute, tuple(moments), slack, lengths, moves, devices, bool(profile.shares))
+        where = _identify(assignment)
+        key = (profile.microbatch, placement.copies, recompute, tuple(moments), slack, lengths, moves, where, bool(profile.shares))
         if key not in self._partitions:
-            share, limits = sum(layer.static for layer in profile.shares), self.limits_of(assignment)
-            limits = None if limits is None else tuple(max(limit - share, 0.0) for limit in limits)
-            options: dict[str, Any] = {"moments": moments, "slack": slack, "lengths": lengths, "moves": moves}
-            options |= {"limits": limits, "cluster": None if assignment is None else assignment.cluster}
+            cluster, rows = (None, ()) if assignment is None else (assignment.cluster, assignment.rows)
+            options: dict[str, Any] = {"moments": moments, "slack": slack, "lengths": lengths, "moves": moves, "cluster": cluster}
+            options["limits"] = self._leave_room(profile, self.limits_of(assignment), cluster, rows)
+            options["always"] = _list_differences(profile, placement.ranks, cluster, rows)
             self._partitions[key] = cut_layers(profile, placement, recompute=recompute, **options)
         return self._partitions[key]
+
+    @staticmethod
+    def _leave_room(
+        profile: Profile, limits: tuple[float, ...] | None, cluster: Cluster | None, rows: tuple[float, ...]
+    ) -> tuple[float, ...] | None:
+        """What the shares of a spread vocabulary leave of these limits, one per rank."""
+        if limits is None or not profile.shares:
+            return limits
+        shares = list_rank_shares(profile, len(limits), cluster, rows)
+        return tuple(max(limit - sum(layer.static for layer in own), 0.0) for limit, own in zip(limits, shares, strict=True))
 
     def limits_of(self, assignment: Assignment | None) -> tuple[float, ...] | None:
         """The memory limit of each rank."""
@@ -172,20 +184,26 @@ class Request:
     def list_assignments(self, profile: Profile, placement: Placement, slices: int = 1) -> Sequence[Assignment | None]:
         """The most promising orders of the cluster's devices, the best first; only None without a cluster.
 
-        Their number depends on how long it takes to time them. Of devices with different memory, the largest first is among them.
+        For a spread vocabulary, with each way to share its rows out. Their number depends on how long it takes to time them. Of devices
+        with different memory, the largest first is among them.
         """
         if self.cluster is None:
             return [None]
-        key = profile.microbatch, placement.copies, slices
+        key = profile.microbatch, placement.copies, slices, bool(profile.shares)
         if key not in self._assignments:
-            self._assignments[key] = self._find_assignments(self.cluster, profile, placement, slices)
+            ways = list_row_parts(profile, self.cluster, self.limits) if profile.shares else [()]
+            listed = [self._find_assignments(self.cluster, profile, placement, slices, parts) for parts in ways or [()]]
+            self._assignments[key] = [one for turn in zip_longest(*listed) for one in turn if one is not None]
         return self._assignments[key]
 
-    def _find_assignments(self, cluster: Cluster, profile: Profile, placement: Placement, slices: int) -> list[Assignment]:
+    def _find_assignments(
+        self, cluster: Cluster, profile: Profile, placement: Placement, slices: int, parts: tuple[float, ...]
+    ) -> list[Assignment]:
         lengths, cells = self.guess_lengths(profile, slices), placement.stages * self.count_microbatches(profile) * slices
-        scores = OrderScores(profile, placement, cluster, self.count_microbatches(profile), self.limits, lengths)
+        limits = self._leave_room(profile, self.limits, cluster, parts)
+        scores = OrderScores(profile, placement, cluster, self.count_microbatches(profile), limits, lengths)
         kept = max(_FEWEST_ORDERS, min(_MOST_BOUNDED, _ORDER_CELLS // (cells * placement.chunks)))  # cuts of many chunks take long too
-        wanted = [Assignment(cluster, order) for order in find_orders(scores, min(2 * kept, _MOST_BOUNDED))]
+        wanted = [Assignment(cluster, order, parts) for order in find_orders(scores, min(2 * kept, _MOST_BOUNDED))]
         if len(wanted) > kept and cells <= _BOUNDED_CELLS:
             whole = (False,) * placement.stages
 
@@ -195,7 +213,7 @@ class Request:
                 return lower_bound(problem).value if cut.fits else math.inf
 
             wanted.sort(key=bound)
-        by_memory = [Assignment(cluster, order) for order in list_memory_orders(scores)]
+        by_memory = [Assignment(cluster, order, parts) for order in list_memory_orders(scores)]
         return list(dict.fromkeys([*wanted[:kept], *by_memory]))
 
     def make_problem(
@@ -208,8 +226,7 @@ class Request:
         *,
         assignment: Assignment | None = None,
     ) -> Problem:
-        devices = None if assignment is None else assignment.devices
-        key = (profile.microbatch, placement, sizes, recompute, lengths, devices, bool(profile.shares))
+        key = (profile.microbatch, placement, sizes, recompute, lengths, _identify(assignment), bool(profile.shares))
         if key not in self._problems:
             count = self.count_microbatches(profile)
             shape = profile, placement, count, sizes, recompute
@@ -223,7 +240,8 @@ class Request:
 
         With slices, each with the lengths that suit its slowest rank, and with equal lengths. The loads do not depend on the lengths.
         With `moves`, partitions count as fitting if they do with activations on the host. On a cluster, all that for each of the
-        assignments to try.
+        assignments to try; a spread vocabulary has its rows shared out as the assignment says, and so that they even out the layers. If
+        there are few partitions, it may have any of them: rows can make up for uneven layers.
         """
         first = self.guess_lengths(profile, slices)
         problems = []
@@ -235,7 +253,11 @@ class Request:
                     self.make_problem(profile, placement, sizes, recompute, lengths, assignment=assignment)
                     for lengths in self._list_lengths(profile, placement, sizes, recompute, slices, assignment)
                 ]
-        return problems
+        if self.cluster is None or not profile.shares or not problems:
+            return problems
+        few = (problem for problem in self.list_every_cut(profile, placement, recompute) if min(problem.sizes[0], problem.sizes[-1]) > 1)
+        pairs = [*((problem.balance_rows(), problem) for problem in problems), *((problem.balance_rows(),) for problem in few)]
+        return list({problem.key: problem for pair in pairs for problem in pair if problem is not None}.values())
 
     def list_every_cut(self, profile: Profile, placement: Placement, recompute: tuple[bool, ...]) -> Iterator[Problem]:
         """On a cluster, every partition with each of the assignments to try; nothing if there are many.
@@ -289,6 +311,17 @@ class Request:
         slowest = max(of_ranks, key=lambda time: time.at(profile.tokens, 0))
         best = choose_lengths(slowest, profile.tokens, slices, placement.ranks, self.granularity)
         return list(dict.fromkeys((best, split_equally(profile.tokens, slices, self.granularity))))
+
+
+def _identify(assignment: Assignment | None) -> object:
+    """Equal for assignments of one cluster that are the same: its links need not be compared."""
+    return None if assignment is None else (assignment.devices, assignment.parts)
+
+
+def _list_differences(profile: Profile, ranks: int, cluster: Cluster | None, rows: tuple[float, ...]) -> tuple[float, ...]:
+    """How much longer S and T of each rank take than those of the rank with the least; empty if they take as long on all."""
+    times = [sum(layer.time for layer in own) for own in list_rank_shares(profile, ranks, cluster, rows)]
+    return () if max(times) <= min(times) * (1 + _EVEN) else tuple(time - min(times) for time in times)
 
 
 def check_ranks(profile: Profile, ranks: int | None, cluster: Cluster | None) -> int:

@@ -342,6 +342,7 @@ class Pipeline:
             )
         cut = partition(model, self.table.stages, split, without=ends.names)
         members: dict[str, Any] = {"group": self.group, "rank": self.rank, "deadline": self.deadline}
+        members["shares"] = getattr(self._plan, "row_shares", ())
         self.vocabulary = SpreadVocabulary(ends, self.loss.find_token_entropy() if head else None, self.table, **members)
         return cut, self.vocabulary.pair_tensors(ends, self.table.placement.stages_of(self.rank))
 

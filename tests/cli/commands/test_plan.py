@@ -123,6 +123,20 @@ def test_a_cluster_is_read_from_a_file(run, profile, tmp_path):
     assert "--transformer: leave out latency and bandwidth, because --cluster has the links" in refused.err
 
 
+def test_a_vocabulary_on_a_cluster(run, tmp_path):
+    (tmp_path / "cluster.toml").write_text(CLUSTER.partition("\n\n")[2])  # links that take no time
+    sizes = {"layers": 8, "hidden": 64, "heads": 4, "sequence": 32, "vocabulary": 4000}
+    model = ps.Profile.transformer(**sizes, flops=1e9)
+    model.save(tmp_path / "p.json")
+    args = ["--cluster", tmp_path / "cluster.toml", "-m", 6, "--seconds", 0, "--schedules", "1f1b", "--memory-limit", "1GiB"]
+    result = run("plan", "--profile", tmp_path / "p.json", *args, "--vocabulary", "spread")
+    assert result.code == 0, result.err
+    cluster = ps.Cluster.load(tmp_path / "cluster.toml")
+    wanted = ps.plan(model, cluster=cluster, microbatches=6, memory_limit="1GiB", seconds=0, schedules=["1f1b"], vocabulary=True)
+    assert wanted.row_shares
+    assert all(f" {part:.1%} " in result.out for part in wanted.row_shares)
+
+
 def test_a_model_that_does_not_fit_is_a_finding(refused, profile, tmp_path):
     said = refused(1, "plan", "--profile", profile, "-p", 4, "-m", 8, "--memory-limit", 5, "--seconds", 0, "-o", tmp_path / "plan.json")
     assert said.startswith("no plan fits: ")

@@ -7,11 +7,14 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.errors import CostsError, FileFormatError, PlacementError
-from penstock.ir.cluster import Cluster, Device, Speeds
+from penstock.ir.cluster import Cluster, Device, Speeds, share_rows
 
 FAST, SLOW = Device("fast", memory=8), Device("slow", speed=0.5, memory=4)
 
@@ -247,7 +250,8 @@ def test_copies_of_a_stage_have_its_one_time() -> None:
         ([Device(), Device(speed=[1, 2])], {}, ps.Placement.linear(2), r"per layer, and costs know only stages"),
         ([Device(), Device(speed={"f": 1, "i": 1, "w": 2})], {"b": 3}, ps.Placement.linear(2), r"give i and w instead of b"),
         ([FAST, SLOW], {"f": [1, 2, 3]}, ps.Placement.linear(2), r"3 values for 2 stages"),
-        ([FAST, SLOW], {"s": 0.5}, ps.Placement.linear(2), r"costs\.s and costs\.t are the same on every rank, but the devices differ"),
+        ([FAST, SLOW], {"s": 0.5, "rank_s": 2.0}, ps.Placement.linear(2), r"rank_s, rank_t and rank_logits follow from the devices"),
+        ([FAST, SLOW], {"s": [0.5, 1, 2]}, ps.Placement.linear(2), r"3 values for 2 stages"),
     ],
 )
 def test_costs_that_do_not_fit_the_cluster_are_refused(
@@ -351,3 +355,39 @@ def test_a_wrong_file_is_refused_by_name(text: str, reason: str, tmp_path: Path)
 def test_shares_of_a_vocabulary_are_as_fast_as_equal_devices() -> None:
     costs = Cluster([Device(speed=2.0), Device(speed=2.0)]).apply(ps.Costs(s=1.0, t=0.5), ps.Placement.linear(2))
     assert (costs.per_stage("s", 2), costs.per_stage("t", 2)) == ((0.5, 0.5), (0.25, 0.25))
+
+
+@pytest.mark.parametrize("speeds", [[2.0, 1.0, 0.5], [{"f": 2.0, "i": 1.0, "w": 0.5}, 1.0, {"f": 1.0, "i": 1.0, "w": 4.0}]])
+def test_devices_take_rows_so_that_the_slowest_takes_least(speeds: list[Any]) -> None:
+    """S and T together take as long on every device, all rows are on one, and with one speed for all S alone does too."""
+    costs = ps.Costs(s=[0.5, 0, [2.0, 4.0]], t=[0.5, 0, 1.0], logits=6.0)
+    made = Cluster([Device(speed=speed) for speed in speeds]).apply(costs, ps.Placement.linear(3))
+    rank, stage, unit = np.meshgrid(range(3), (0, 2), range(2), indexing="ij")
+    taken = sum(made.of_shares(name, (3, 2), rank, stage, unit) for name in "st").mean(axis=2).sum(axis=1)
+    by_kind = [(speed["f"], speed["w"]) if isinstance(speed, dict) else (speed, speed) for speed in speeds]
+    whole = [3 * (3.5 / f + 1.5 / w) for f, w in by_kind]
+    assert taken == pytest.approx([1 / sum(1 / time for time in whole)] * 3)
+    assert made.share_table("logits", 3, 3).sum(axis=0) == pytest.approx([18, 18])
+    if 0.5 in speeds:
+        assert made.rank_s == pytest.approx([6 / 7] * 3)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 10), st.floats(0, 1), st.floats(0, 5)), min_size=1, max_size=5).filter(
+        lambda devices: sum(most for _, most, _ in devices) > 1.001
+    )
+)
+def test_no_other_shares_are_faster(devices: list[tuple[float, float, float]]) -> None:
+    """Every device ends at the same time, unless it is full, or has no rows and ends later without any."""
+    times, most, before = (list(column) for column in zip(*devices, strict=True))
+    parts = share_rows(times, most, before)
+    assert sum(parts) == pytest.approx(1)
+    ends = [base + time * part for base, time, part in zip(before, times, parts, strict=True)]
+    last = max(end for end, part in zip(ends, parts, strict=True) if part > 1e-9)
+    for end, part, room in zip(ends, parts, most, strict=True):
+        assert part == pytest.approx(room) or end == pytest.approx(last) or (part == pytest.approx(0) and end >= last)
+
+
+def test_rows_that_fit_nowhere_are_shared_out_nowhere() -> None:
+    assert share_rows([1.0, 1.0], most=[0.4, 0.5]) == ()
+    assert share_rows([0.0, 0.0], most=[0.4, 0.6]) == pytest.approx([0.4, 0.6])

@@ -24,7 +24,8 @@ def test_no_order_of_the_pass_beats_the_bound(name):
         ends = {key: (draw.choice((0.0, 0.3, 2.0)) * embedding, *[0.0] * (plain.stages - 2), draw.choice((0.0, 0.3, 2.0))) for key in "st"}
         links = {key: draw.choice((0.0, 0.2, 1.0)) for key in ("broadcast", "combine", "latency", "optimizer")}
         stages = {key: tuple(draw.uniform(0.2, 2.0) for _ in range(plain.stages)) for key in "fiw"}
-        costs = ps.Costs(**stages, **ends, **links)
+        multiples = {f"rank_{key}": [(draw.uniform(0, 2), draw.uniform(0, 2)) for _ in range(ranks)] for key in "st" if draw.random() < 0.5}
+        costs = ps.Costs(**stages, **ends, **links, **multiples)
         bound = bound_spread(Problem(plain.placement, microbatches, costs), not any(str(action)[1] == "I" for action in plain[0]))
         for ahead in (0, 1, 3):
             spread = ps.spread_vocabulary(plain, costs, ps.Vocabulary(embedding=embedding, ahead=ahead))

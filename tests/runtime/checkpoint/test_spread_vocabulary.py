@@ -31,10 +31,11 @@ def test_a_run_continues_on_other_ranks_with_and_without_a_spread_vocabulary(tmp
 
 
 def test_a_run_continues_on_ranks_in_another_order(tmp_path: Path) -> None:
-    """On two devices of a cluster in the plan's order, in the other order, and in their own."""
-    for number, plan in enumerate([plan_for_cluster(1, 0), plan_for_cluster(0, 1), spread("1f1b", 3, 4)]):
+    """On two devices of a cluster in the plan's order, with unequal shares of the rows, in the other order, and in their own."""
+    plans = [plan_for_cluster(1, 0), plan_for_cluster(1, 0, shares=(0.9, 0.1)), plan_for_cluster(0, 1), spread("1f1b", 3, 4)]
+    for number, plan in enumerate(plans):
         models = [build_empty(tmp_path) for _ in range(3)]
-        for losses in launch(lambda: go_on(models[rank()], plan, tmp_path, 2), 2 if number < 2 else 3):  # noqa: B023 - called at once
+        for losses in launch(lambda: go_on(models[rank()], plan, tmp_path, 2), 2 if number < 3 else 3):  # noqa: B023 - called at once
             compare(losses, 2 * number)
 
 

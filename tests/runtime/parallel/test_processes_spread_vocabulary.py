@@ -96,8 +96,8 @@ def test_a_plan_of_a_whole_job_trains_like_the_plain_model(workers: Workers, tmp
     [(2, 0, 3, 1), pytest.param((1, 0), marks=pytest.mark.matrix(family="1f1b", feature="spread vocabulary and reordered ranks"))],
 )
 def test_a_cluster_plan_that_reorders_the_processes(workers: Workers, devices: tuple[int, ...]) -> None:
-    """Also within each replica of a mesh."""
-    plan, (tokens, targets) = plan_for_cluster(*devices), draw_batch()
+    """Also within each replica of a mesh, there with shares of different size."""
+    plan, (tokens, targets) = plan_for_cluster(*devices, shares=(0.8, 0.2) if len(devices) == 2 else ()), draw_batch()
     model = build_model(2 * len(devices))
 
     def run() -> dict[str, Any]:
@@ -106,6 +106,8 @@ def test_a_cluster_plan_that_reorders_the_processes(workers: Workers, devices: t
         pipe = Pipeline(model, plan, loss_fn=TokenCrossEntropy(), mesh=mesh, deadline=60)
         own = rank() if mesh is None else mesh["pp"].get_local_rank()
         assert pipe.rank == devices.index(own)
+        words = next(value for name, value in pipe.named_parameters() if name.startswith("0.weight["))
+        assert len(words) == ((9, 2) if len(devices) == 2 else (3, 3, 3, 2))[pipe.rank]
         x, y = (tokens, targets) if mesh is None else take_part(mesh, tokens, targets)
         outputs = pipe.infer(x)
         return {**train_pipeline(pipe, x, y), "outputs": outputs}

@@ -36,6 +36,9 @@ from runtime.spread_models import (
     train_pipeline,
 )
 
+UNEVEN = (0.0, 0.7, 0.3)
+"""Shares of the rows: one rank has only the row that each must have."""
+
 
 def train(schedule: Any, build: Any = build_model, batch: tuple[Tensor, Tensor] | None = None, *, blocks: int = 0, **options: Any) -> None:
     """Train on virtual ranks, and compare."""
@@ -120,10 +123,12 @@ def test_a_plan_that_spreads_the_vocabulary() -> None:
     train(plan, blocks=5)
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-def test_a_cluster_plan_that_reorders_the_ranks(parallel: bool) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "shares", "rows"), [(False, (), (4, 4, 3)), (True, (), (4, 4, 3)), (False, UNEVEN, (1, 7, 3)), (True, UNEVEN, (1, 7, 3))]
+)
+def test_a_cluster_plan_that_reorders_the_ranks(parallel: bool, shares: tuple[float, ...], rows: tuple[int, ...]) -> None:
     """Rows are by rank of the pipeline, and so are the logits of all ranks."""
-    plan, (tokens, targets) = plan_for_cluster(2, 0, 1), draw_batch()
+    plan, (tokens, targets) = plan_for_cluster(2, 0, 1, shares=shares), draw_batch()
     model = build_model(6)
     copies = [build_model(6) for _ in range(3)]
 
@@ -131,7 +136,7 @@ def test_a_cluster_plan_that_reorders_the_ranks(parallel: bool) -> None:
         pipe = Pipeline(copies[rank()], plan, loss_fn=TokenCrossEntropy(), record=True)
         assert pipe.rank == plan.devices.index(rank())
         first = next(name for name, _ in pipe.named_parameters() if name.startswith("0.weight"))
-        assert first == f"0.weight[{[0, 4, 8][pipe.rank]}:{[4, 8, 11][pipe.rank]}]"
+        assert first == f"0.weight[{sum(rows[: pipe.rank])}:{sum(rows[: pipe.rank + 1])}]"
         outputs = pipe.infer(tokens)
         check_collectives(pipe.eval_step(tokens, target=targets).timeline)  # type: ignore[arg-type]
         return {**train_pipeline(pipe, tokens, targets), "outputs": outputs}
@@ -349,6 +354,17 @@ def build_tied(blocks: int, **options: Any) -> nn.Sequential:
 def test_tied_ends_train_like_the_plain_loop(name: str, ranks: int, microbatches: int) -> None:
     """The weight counts once in the norm, and is one parameter: `compare_with_plain_loop` counts its elements."""
     train(spread(name, ranks, microbatches), partial(build_tied, bias=True, padding=3))
+
+
+def test_tied_ends_with_shares_of_different_size() -> None:
+    train(plan_for_cluster(0, 1, 2, shares=UNEVEN), partial(build_tied, bias=True, padding=3), blocks=6)
+
+
+def test_shares_of_too_few_rows_are_refused() -> None:
+    plan = plan_for_cluster(0, 1, 2, shares=UNEVEN)
+    small = nn.Sequential(nn.Embedding(2, HIDDEN), *(nn.Linear(HIDDEN, HIDDEN) for _ in range(6)), nn.Linear(HIDDEN, 2))
+    with pytest.raises(PipelineError, match="2 rows cannot be spread over 3 ranks: each needs at least one"):
+        launch(lambda: Pipeline(small, plan, loss_fn=TokenCrossEntropy()), 3)
 
 
 def test_a_weight_that_is_not_of_two_spread_ends_is_refused() -> None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
 from penstock.errors import PipelineError
-from penstock.runtime.parallel.vocabulary import SpreadEmbedding, SpreadHead, ThreadLane
+from penstock.runtime.parallel.vocabulary import SpreadEmbedding, SpreadHead, ThreadLane, split_rows
 
 VOCABULARY, HIDDEN, TOKENS, UNITS = 10, 4, 6, 5
 
@@ -30,14 +32,23 @@ def draw(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("ranks", "tied"), [(1, False), (3, False), (3, True)])
-def test_embedding_and_head_together(ranks: int, tied: bool) -> None:
+UNEVEN = (0.15, 0.8, 0.05)
+"""Shares of 10 rows of which ranks have 1, 8 and 1."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tied", "shares"), [(1, False, ()), (3, False, ()), (3, True, ()), (3, False, UNEVEN), (3, True, UNEVEN)]
+)
+def test_embedding_and_head_together(ranks: int, tied: bool, shares: tuple[float, ...]) -> None:
     """A model of an embedding and a head alone, with the collectives of both in one order, and one weight for both or two."""
     words, weight = draw(0, VOCABULARY, HIDDEN), draw(1, VOCABULARY, HIDDEN)
     tokens, targets = (torch.randint(VOCABULARY, (UNITS, TOKENS), generator=torch.Generator().manual_seed(seed)) for seed in (2, 3))
 
     def train(lane: ThreadLane) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        embedding, head = SpreadEmbedding(words, lane=lane, owner=0), SpreadHead(weight, lane=lane, owner=0)
+        embedding, head = (
+            layer(rows, lane=lane, owner=0, shares=shares) for layer, rows in ((SpreadEmbedding, words), (SpreadHead, weight))
+        )
+        assert len(embedding.weight) == ([1, 8, 1][lane.rank] if shares else split_rows(VOCABULARY, ranks)[lane.rank])
         head = SpreadHead(embedding, lane=lane, owner=0) if tied else head
         empty = torch.empty(TOKENS, HIDDEN, dtype=torch.float64)
         losses = []
@@ -123,6 +134,34 @@ def test_logits_without_a_size_are_refused() -> None:
     (lane,) = ThreadLane.create(1)
     with lane, pytest.raises(PipelineError, match=r"logit_scale is 1.0 and logit_cap 0: the scale must not be 0"):
         SpreadHead(draw(0, VOCABULARY, HIDDEN), lane=lane, owner=0, logit_cap=0)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=6).filter(sum), st.integers(0, 300))
+def test_rows_are_as_near_to_the_shares_as_whole_rows_can_be(weights: list[float], more: int) -> None:
+    """Every rank has at least one; a share above that is rounded up or down, or gives rows to ranks that would have none."""
+    ranks, rows = len(weights), len(weights) + more
+    shares = [weight / sum(weights) for weight in weights]
+    counts = split_rows(rows, ranks, shares)
+    assert sum(counts) == rows
+    assert min(counts) >= 1
+    filled = sum(1 - min(rows * share, 1) for share in shares)  # what ranks get beyond their shares
+    assert all(-1 - filled < count - max(rows * share, 1) < 1 for count, share in zip(counts, shares, strict=True))
+    assert split_rows(rows, ranks, [1 / ranks] * ranks) == split_rows(rows, ranks)
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "shares", "reason"),
+    [
+        (3, 4, (), "3 rows cannot be spread over 4 ranks: each needs at least one"),
+        (9, 3, (0.5, 0.5), "2 shares of the vocabulary for 3 ranks"),
+        (9, 2, (0.5, 0.4), "0.9 in all, not 1"),
+        (9, 2, (1.5, -0.5), "rank 0 has a share of 1.5"),
+        (9, 2, (0.5, float("nan")), "rank 1 has a share of nan"),
+    ],
+)
+def test_shares_that_are_not_parts_of_the_rows_are_refused(rows: int, ranks: int, shares: tuple[float, ...], reason: str) -> None:
+    with pytest.raises(PipelineError, match=reason):
+        split_rows(rows, ranks, shares)
 
 
 def test_layers_that_share_a_weight_share_a_lane() -> None:

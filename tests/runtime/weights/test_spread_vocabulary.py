@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GemmaConfig
 
@@ -16,7 +17,7 @@ from penstock.errors import WeightsError
 from penstock.runtime import Built, Initial, Pipeline, Replayed, Safetensors, TokenCrossEntropy, launch
 from penstock.runtime.weights.safetensors import SafetensorsFile
 from penstock.runtime.weights.source import OwnedTensors
-from runtime.spread_models import HIDDEN, VOCABULARY, assert_equal, build_model, draw_batch, spread
+from runtime.spread_models import HIDDEN, VOCABULARY, assert_equal, build_model, draw_batch, plan_for_cluster, spread
 
 BLOCKS = 2
 
@@ -82,6 +83,20 @@ def test_rows_have_the_values_of_the_whole_model(name: str, tied: bool) -> None:
     wanted = build_on_meta(lambda: build(tied=tied))
     source(OwnedTensors.of(wanted) if name == "by hand" else wanted)
     compare(launch(run, 2), wanted)
+
+
+def test_shares_of_different_size_are_read_from_files(tmp_path: Path) -> None:
+    wanted = build_model(4, bias=True)
+    save_file(wanted.state_dict(), tmp_path / "model.safetensors")
+    plan = plan_for_cluster(0, 1, shares=(0.25, 0.75))
+
+    def run() -> dict[str, Tensor]:
+        model = build_on_meta(lambda: build_model(4, bias=True))
+        return list_values(Pipeline(model, plan, loss_fn=TokenCrossEntropy(), weights=Safetensors(tmp_path)))
+
+    found = launch(run, 2)
+    compare(found, wanted)
+    assert [len(values[next(name for name in values if name.startswith("0.weight"))]) for values in found] == [3, 8]
 
 
 def test_a_model_that_has_values_gets_others() -> None:

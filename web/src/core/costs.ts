@@ -1,4 +1,4 @@
-import type { Costs, PerAction, PerLink, PerStage } from "./types.ts";
+import type { Costs, PerAction, PerLink, PerRank, PerStage } from "./types.ts";
 
 export class CostsError extends Error {}
 
@@ -30,6 +30,9 @@ const DEFAULTS: Costs = {
   broadcast: 0,
   combine: 0,
   logits: 0,
+  rank_s: 1,
+  rank_t: 1,
+  rank_logits: 1,
 };
 
 /** Costs in which everything takes one and messages take nothing. */
@@ -66,6 +69,16 @@ export function perAction(value: PerAction, stages: number, units: number, name:
     else made.set(row, stage * units);
   });
   return made;
+}
+
+/** What a rank's share of the embedding (stage 0) or of the head takes or holds, as a multiple of the value that ranks have in common. */
+export function perShare(value: PerRank, ranks: number, name: string): (rank: number, stage: number) => number {
+  if (!Array.isArray(value)) return () => value;
+  if (value.length !== ranks) throw wrong(name, value.length, ranks, "ranks");
+  return (rank, stage) => {
+    const own = value[rank];
+    return Array.isArray(own) ? own[Math.min(stage, 1)] : own;
+  };
 }
 
 /** The full backward: its own value, or the sum of its halves. */

@@ -1,4 +1,4 @@
-import { backward, perAction, perLink, perStage } from "./costs.ts";
+import { backward, perAction, perLink, perShare, perStage } from "./costs.ts";
 import { B, BROADCAST, COMBINE, F, I, isCompute, isCopy, isJoin, isSpread, REDUCE_GRAD, S, T, UNSHARD, W } from "./kinds.ts";
 import { pairwiseSum } from "./sums.ts";
 import type { Costs, View } from "./types.ts";
@@ -37,13 +37,18 @@ function nodeDurations(view: View, costs: Costs): Float64Array {
   tables[B] = backward(costs, stages, units);
   tables[I] = perAction(costs.i, stages, units, "i");
   tables[W] = perAction(costs.w, stages, units, "w");
+  const multiples: ((rank: number, stage: number) => number)[] = [];
   if (isSpreadView(view)) {
     tables[S] = perAction(costs.s, stages, units, "s");
     tables[T] = perAction(costs.t, stages, units, "t");
+    multiples[S] = perShare(costs.rank_s, view.ranks, "rank_s");
+    multiples[T] = perShare(costs.rank_t, view.ranks, "rank_t");
   }
   for (let e = 0; e < taken.length; e++) {
     const kind = entries.kind[e];
-    if (isCompute(kind)) taken[e] = tables[kind][entries.stage[e] * units + entries.unit[e]];
+    if (!isCompute(kind)) continue;
+    taken[e] = tables[kind][entries.stage[e] * units + entries.unit[e]];
+    if (kind === S || kind === T) taken[e] *= multiples[kind](view.graph.rank[entries.node[e]], entries.stage[e]);
   }
   if (nodes === taken.length) return taken;
   const made = new Float64Array(nodes);

@@ -1,5 +1,5 @@
 export { checkedView, walkOrder } from "./check.ts";
-export { CostsError, defaultCosts, fullCosts, perAction, perLink, perStage, plainCosts } from "./costs.ts";
+export { CostsError, defaultCosts, fullCosts, perAction, perLink, perShare, perStage, plainCosts } from "./costs.ts";
 export { DocumentError, readDocument } from "./document.ts";
 export { isSpreadView, messageSizes } from "./durations.ts";
 export { begunOf, busyOf, computes, finishedOf, makespanOf, numbersOf, optimizerOf } from "./figures.ts";

@@ -1,4 +1,4 @@
-import { perAction, perStage } from "./costs.ts";
+import { perAction, perShare, perStage } from "./costs.ts";
 import { isSpreadView, messageSizes } from "./durations.ts";
 import { indexOfMost, ofRanks } from "./figures.ts";
 import { B, BROADCAST, COMBINE, F, I, OFFLOAD, RELOAD, RESHARD, S, T, UNSHARD, W } from "./kinds.ts";
@@ -142,16 +142,21 @@ function addShares(view: View, timing: Timing, costs: Costs, changes: Changes): 
   const { stages, unitCount: units, entries } = view;
   const trains = entries.kind.some((kind) => kind === B || kind === I || kind === W);
   const logits = perAction(costs.logits, stages, units, "logits");
+  const multiple = perShare(costs.rank_logits, view.ranks, "rank_logits");
   const [brought, made] = [perAction(costs.output, stages, units, "output"), perAction(costs.output, stages, units, "output")];
   made.fill(0, units);
   if (!trains) brought.fill(0, 0, units);
   const last = trains ? T : S;
+  const sizeOf = (sizes: Float64Array, entry: number, rank: number): number => {
+    const size = sizes[entries.stage[entry] * units + entries.unit[entry]];
+    return sizes === logits ? size * multiple(rank, entries.stage[entry]) : size;
+  };
   const take = (category: number, kind: number, sizes: Float64Array): void =>
-    each(view, [kind], (entry, node, rank) => changes.at(rank, category, node, timing.start[node], sizes[entries.stage[entry] * units + entries.unit[entry]], false));
+    each(view, [kind], (entry, node, rank) => changes.at(rank, category, node, timing.start[node], sizeOf(sizes, entry, rank), false));
   const give = (category: number, kind: number, sizes: Float64Array): void =>
     each(view, [kind], (entry, node, rank) => {
       const end = kind === COMBINE ? Math.max(timing.end[node], timing.collectiveEnd[node]) : timing.end[node];
-      changes.at(rank, category, node, end, -sizes[entries.stage[entry] * units + entries.unit[entry]], true);
+      changes.at(rank, category, node, end, -sizeOf(sizes, entry, rank), true);
     });
   take(ACTIVATIONS, S, logits);
   give(ACTIVATIONS, last, logits);

@@ -5,6 +5,8 @@ import type { Edit } from "./edits.ts";
 
 export type PerAction = number | (number | number[])[];
 export type PerStage = number | number[];
+/** A pair is for the embedding and the head. */
+export type PerRank = number | (number | [number, number])[];
 export type Contention = "independent" | "pair" | "duplex" | "rank" | "links";
 /** One number, or a table with one row per sending rank and one value per receiving rank. */
 export type PerLink<Value> = Value | Value[][];
@@ -44,6 +46,10 @@ export interface Costs {
   broadcast: PerAction;
   combine: PerAction;
   logits: PerAction;
+  /** How many times `s`, `t` and `logits` each rank takes or holds, if their shares differ. */
+  rank_s: PerRank;
+  rank_t: PerRank;
+  rank_logits: PerRank;
 }
 
 /** What a rank runs on. */

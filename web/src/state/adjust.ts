@@ -109,7 +109,7 @@ function isIn(names: readonly string[], name: string): boolean {
 
 /** Whether a cost is one number for all stages, so that it can be given to a pipeline with other stages. */
 export function isUniform(costs: Costs): boolean {
-  return [...OF_A_STAGE, ...SPREAD, "output", "latency", "bandwidth", "lanes"].every((name) => !Array.isArray(costs[name as keyof Costs]));
+  return [...OF_A_STAGE, ...SPREAD, "output", "latency", "bandwidth", "lanes", "rank_s", "rank_t", "rank_logits"].every((name) => !Array.isArray(costs[name as keyof Costs]));
 }
 
 /** The middle of a cost over all stages, for a slider to show. */

@@ -1,4 +1,4 @@
-import { actionText, entryText, gapText, isJoinText, kinds, type Gap, type PerAction } from "../core/index.ts";
+import { actionText, entryText, gapText, isJoinText, kinds, perShare, type Gap, type PerAction } from "../core/index.ts";
 import { optimizerSpan } from "../draw/rows.ts";
 import type { Target } from "../draw/target.ts";
 import { signed } from "../draw/span.ts";
@@ -122,13 +122,14 @@ function heldBy(shown: Shown, parts: number[]): Fact[] {
   const size = (name: "activation" | "weight_stash" | "kept" | "logits", entry: number): number =>
     valueAt(shown.costs[name], entries.stage[entry], entries.unit[entry]);
   const logits = (kind: string, held: number): Fact[] => (held > 0 ? [[kind === "S" ? "holds until T" : "frees", shown.size(held)]] : []);
+  const multiple = perShare(shown.costs.rank_logits, shown.view.ranks, "rank_logits");
   return parts.flatMap((entry): Fact[] => {
     const kind = kinds[entries.kind[entry]];
     const kept: Fact[] = size("kept", entry) > 0 ? [["keeps for later slices", shown.size(size("kept", entry))]] : [];
     if (kind === "F") return [["holds from now on", shown.size(size("activation", entry))], ...kept];
     if (kind === "B") return [["frees", shown.size(size("activation", entry))]];
     if (kind === "I") return [["frees", shown.size(size("activation", entry))], ["keeps for W", shown.size(size("weight_stash", entry))]];
-    if (kind === "S" || kind === "T") return logits(kind, size("logits", entry));
+    if (kind === "S" || kind === "T") return logits(kind, size("logits", entry) * multiple(shown.view.graph.rank[entries.node[entry]], entries.stage[entry]));
     return kind === "W" ? [["frees", shown.size(size("weight_stash", entry))]] : [];
   });
 }

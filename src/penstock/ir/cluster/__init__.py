@@ -5,6 +5,6 @@ bandwidth and shared lanes that costs hold as well. A cluster is assigned to the
 part of the costs.
 """
 
-from penstock.ir.cluster.cluster import Cluster, Device, Speeds
+from penstock.ir.cluster.cluster import Cluster, Device, Speeds, share_rows
 
-__all__ = ["Cluster", "Device", "Speeds"]
+__all__ = ["Cluster", "Device", "Speeds", "share_rows"]

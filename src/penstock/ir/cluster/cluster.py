@@ -35,6 +35,8 @@ _NODE_FIELDS: dict[str, tuple[type, ...]] = {"node_latency": (int, float), "node
 """Fields of a file that describe links by nodes, with their types."""
 _MOST_SPEED = 1e100
 """Times that are divided by a speed must remain finite."""
+_ROUNDING = 1e-12
+"""Parts that make up less than 1 by this much make up everything."""
 _LONGEST_NAME, _MOST_KINDS, _MOST_LISTED = 200, 8, 32
 """Characters of a name; and how many kinds of devices, or devices of an order, are named in one line."""
 
@@ -380,6 +382,8 @@ class Cluster:
     def apply(self, costs: Costs, placement: Placement) -> Costs:
         """Costs in which every stage takes as long as it does on the device of its rank, and messages as long as on its links.
 
+        If a vocabulary is spread over devices of different speeds (`s` and `t`), each takes as many rows as it is fast.
+
         >>> from penstock.ir.costs import Costs
         >>> from penstock.ir.placement import Placement
         >>> Cluster([Device(), Device(speed=0.5)]).apply(Costs(f=1.0), Placement.linear(2)).f
@@ -392,19 +396,32 @@ class Cluster:
             raise CostsError("the speeds of the devices are per layer, and costs know only stages: plan with a profile instead")
         if costs.b is not None and any(speed.i != speed.w for speed in speeds):
             raise CostsError("costs.b is the time of a full backward, and i and w differ in speed: give i and w instead of b")
-        if (costs.s or costs.t) and not self.has_equal_devices:
-            raise CostsError(
-                "costs.s and costs.t are the same on every rank, but the devices differ: keep embedding and head on their stages"
-            )
-        values = {"f": "f", "i": "i", "w": "w", "b": "w", "s": "f", "t": "w", "optimizer": "optimizer"}
+        values = {"f": "f", "i": "i", "w": "w", "b": "w", "optimizer": "optimizer"}
+        values |= {"s": "f", "t": "w"} if self.has_equal_devices else {}
         times: dict[str, Any] = {
             name: _divide(getattr(costs, name), [getattr(speed, of) for speed in speeds])
             for name, of in values.items()
             if getattr(costs, name)
         }
         if not self.has_equal_devices or not self.devices[0].speeds.is_one:
-            costs = replace(costs, **times)
+            costs = replace(costs, **times, **self._share_vocabulary(costs, placement))
         return replace(costs, **self.link_fields)
+
+    def _share_vocabulary(self, costs: Costs, placement: Placement) -> dict[str, Any]:
+        """The multiples of S, T and logits if every rank has as much of a spread vocabulary as its device is fast at it."""
+        if self.has_equal_devices or not (costs.s or costs.t):
+            return {}
+        if any(getattr(costs, name) != 1.0 for name in ("rank_s", "rank_t", "rank_logits")):
+            raise CostsError("rank_s, rank_t and rank_logits follow from the devices of the cluster: leave them out")
+        by_stage = (_divide(value, [1.0] * placement.stages) for value in (costs.s, costs.t))
+        s, t = (_find_mean(values[0]) + _find_mean(values[-1]) for values in by_stage)
+        speeds = [device.speeds for device in self.devices]
+        rows = [len(self) * part for part in share_rows([s / _mean(speed.f) + t / _mean(speed.w) for speed in speeds])]
+        return {
+            "rank_s": tuple(part / _mean(speed.f) for part, speed in zip(rows, speeds, strict=True)),
+            "rank_t": tuple(part / _mean(speed.w) for part, speed in zip(rows, speeds, strict=True)),
+            "rank_logits": tuple(rows),
+        }
 
     @property
     def link_fields(self) -> dict[str, Any]:
@@ -582,6 +599,42 @@ class Cluster:
             return cls.from_json(data)
         except CostsError as error:
             raise FileFormatError(os.fspath(path), str(error)) from None
+
+
+def share_rows(times: Sequence[float], most: Sequence[float] = (), before: Sequence[float] = ()) -> tuple[float, ...]:
+    """The part of the rows of a vocabulary that each device takes so that the slowest takes least; nothing if there is too little room.
+
+    `times` are those of all rows on each device, `most` is the largest part that each has memory for, and `before` what each takes besides.
+
+    >>> share_rows([1.0, 2.0, 2.0])
+    (0.5, 0.25, 0.25)
+    >>> share_rows([1.0, 2.0, 2.0], most=[0.25, 1.0, 1.0])
+    (0.25, 0.375, 0.375)
+    >>> share_rows([1.0, 1.0, 1.0], before=[0.5, 0.0, 9.0])
+    (0.25, 0.75, 0.0)
+    """
+    count = len(times)
+    room = [min(part, 1.0) for part in most] or [1.0] * count
+    taken = list(before) or [0.0] * count
+    each = list(times) if any(times) else [1.0] * count
+
+    def share_until(end: float) -> list[float]:
+        return [min(max((end - base) / time, 0.0), part) for base, time, part in zip(taken, each, room, strict=True)]
+
+    ends = sorted({*taken, *(base + time * part for base, time, part in zip(taken, each, room, strict=True))})
+    totals = [sum(share_until(end)) for end in ends]
+    place = next((place for place, total in enumerate(totals) if total >= 1.0 - _ROUNDING), None)
+    if place is None:
+        return ()
+    low, high = share_until(ends[max(place - 1, 0)]), share_until(ends[place])
+    grown = sum(high) - sum(low)
+    share = min((1.0 - sum(low)) / grown, 1.0) if grown else 1.0
+    return tuple(one + share * (other - one) for one, other in zip(low, high, strict=True))
+
+
+def _find_mean(value: float | tuple[float, ...]) -> float:
+    """The value of a stage, as the mean over its microbatches."""
+    return sum(value) / len(value) if isinstance(value, tuple) else value
 
 
 def _is_same_node(one: Device, other: Device) -> bool:

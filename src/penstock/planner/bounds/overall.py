@@ -5,6 +5,7 @@ a rank does one action at a time, and that activations are held from the forward
 
 - *average*: the ranks share the work of all layers. In each copy of the model at most one rank starts with the first layer, one
   more after that layer, and so on, so most ranks are idle at first. Ranks of different speeds share it by their speeds;
+- *average with shares*: the ranks share the work of all layers and that of a spread vocabulary, in any parts of its rows;
 - *counting*: a rank that ends in time has run only so many layers, and all ranks together must have run all of them. Only one of them
   starts with the first layer;
 - *largest layer*: one rank runs it for all microbatches of a copy, after the layers before it;
@@ -55,7 +56,8 @@ class OverallBound:
 
     def value(self) -> float:
         """The best of the arguments; infinite if the model does not fit on all ranks together."""
-        return max(self.average(), self.bound_count(), self.bound_largest_layer(), self.bound_one_microbatch(), self.bound_holding())
+        arguments = self.average(), self.average_with_shares(), self.bound_count()
+        return max(*arguments, self.bound_largest_layer(), self.bound_one_microbatch(), self.bound_holding())
 
     def average(self) -> float:
         speeds = sorted(self._speeds, reverse=True)
@@ -63,6 +65,15 @@ class OverallBound:
         if self.barrier:  # the slowest device may be the one that is idle longest
             idle = sum(speed * self._bound_before(place // self.copies) for place, speed in enumerate(speeds))
         return (self.microbatches * float(self._all.sum()) + idle) / sum(speeds)
+
+    def average_with_shares(self) -> float:
+        """Without idle time at first, when S of the embedding may run."""
+        share = _time_share(self.profile)
+        if not share:
+            return 0.0
+        own = [self.profile] * self.ranks if self.cluster is None else [self.profile.on(device) for device in self.cluster.devices]
+        speeds = [max(speed, share / _time_share(profile)) for speed, profile in zip(self._speeds, own, strict=True)]
+        return self.microbatches * (float(self._all.sum()) + self.ranks * share) / sum(speeds)
 
     def bound_count(self) -> float:
         if self.copies > 1:
@@ -218,3 +229,8 @@ class OverallBound:
         before = float(self._least(lambda own: own._time_first("f"))[:layers].sum()) + layers * hop
         # A split backward leaves weight gradients to run until the end.
         return before if self.split else before + float(self._least(lambda own: own._time_first("b"))[:layers].sum()) + layers * hop
+
+
+def _time_share(profile: Profile) -> float:
+    """S and T of a mean share of a spread vocabulary; 0 without one."""
+    return sum(share.time for share in profile.shares)

@@ -260,7 +260,7 @@ class PipelineTrials:
     def _try(self, template: ScheduleTemplate, best: float) -> ScheduleTrial:
         order, moments = template.candidate, template.moments
         if self.costs.shares:
-            pending = _PENDING * sum(list_logits(self.costs.profile()))
+            pending = _PENDING * sum(list_logits(self.costs.profile(), self.costs.shares))
             moments = tuple(replace(moment, other=pending) for moment in moments)
         placement, limit = order.problem.placement, self._limit
         limits = [limit] * placement.ranks

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, pairwise, product
 from typing import TypeVar
@@ -38,6 +38,8 @@ _MOST_ROUNDS = 100
 """Changes that a start is improved by, at most."""
 _MOST_FOLDED = 4
 """Starts of the search in which partners are near each other."""
+_EVEN = 1e-9
+"""Parts of the rows that differ by less are equal."""
 
 Order = tuple[int, ...]
 T = TypeVar("T")
@@ -45,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Assignment:
-    """The device that each rank is: `devices[k]` is rank k.
+    """The device that each rank is: `devices[k]` is rank k; and how the rows of a spread vocabulary are shared out over them.
 
     >>> from penstock.ir.cluster import Device
     >>> Assignment(Cluster([Device("a"), Device("b"), Device("c")]), (2, 0, 1)).arrange("abc")
@@ -55,6 +57,18 @@ class Assignment:
     whole: Cluster
     """The cluster as it is described."""
     devices: Order
+    parts: tuple[float, ...] = ()
+    """The part of a spread vocabulary's rows that each device takes, in the order of the cluster; equal parts if it is empty."""
+
+    @property
+    def rows(self) -> tuple[float, ...]:
+        """The part of the rows that each rank takes; empty if these are equal."""
+        return self.arrange(self.parts) if self.parts else ()
+
+    def take_rows(self, rows: Sequence[float]) -> Assignment:
+        """The same devices, with these parts of the rows by rank."""
+        are_equal = max(rows) - min(rows) < _EVEN
+        return replace(self, parts=() if are_equal else tuple(rows[self.devices.index(device)] for device in range(len(rows))))
 
     @cached_property
     def cluster(self) -> Cluster:

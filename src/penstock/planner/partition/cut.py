@@ -66,6 +66,7 @@ def cut_layers(
     lengths: Sequence[int] = (),
     moves: bool = False,
     cluster: Cluster | None = None,
+    always: Sequence[float] = (),
 ) -> LayerCut:
     """Cut the layers into the placement's stages: contiguous, at least one layer per stage besides a spread embedding or head.
 
@@ -76,7 +77,7 @@ def cut_layers(
     again before its backward and keeps only its input. With `slack`, the load may exceed the least one by that share if stages
     become more even. With `lengths`, sequences are cut into slices of so many tokens. With `moves`, activations may be moved to the host:
     a rank then need not hold a microbatch in all of its stages. With a `cluster`, its devices are those of the ranks: a faster one gets
-    more layers.
+    more layers. `always` is the time that each rank takes per microbatch besides.
     """
     if cluster is not None:
         cluster.check_ranks(placement.ranks)
@@ -88,7 +89,7 @@ def cut_layers(
         have, need = format_count(layers, "layer"), format_count(placement.stages, "stage")
         raise PlacementError(f"{have}{between} are too few for {need}: take fewer ranks or chunks")
     within = None if limits is None else tuple(limits)
-    cutting = Cutting(LayerRuns(profile, tuple(lengths)), placement, flags, within, tuple(moments), slack, moves, cluster)
+    cutting = Cutting(LayerRuns(profile, tuple(lengths)), placement, flags, within, tuple(moments), slack, moves, cluster, tuple(always))
     cuts, exact = _choose_cuts(cutting) if len(profile) > placement.stages else (np.arange(placement.stages + 1), True)
     row = cuts[None, :]
     excesses = tuple(cutting.excesses(row)[0].tolist())

@@ -154,6 +154,8 @@ class Cutting:
     """Whether activations may be moved to the host."""
     cluster: Cluster | None = None
     """The devices of the ranks, if they differ."""
+    always: tuple[float, ...] = ()
+    """Time that each rank takes per microbatch besides that of its layers, if it differs between ranks: of S and T, less the least."""
 
     @property
     def stages(self) -> int:
@@ -204,9 +206,10 @@ class Cutting:
         return [own, *(moment for moment in self.moments if moment.rank == rank)]
 
     def times(self, stage: int) -> Floats:
-        """Time of a rank on a stage, for every run of layers. Stages of equal devices, both recomputed or not, share a table.
+        """Time of a rank on a stage, for every run of layers, with a part of what it takes besides.
 
-        If the embedding and the head are spread over the ranks, neither can be a stage on its own, and its time is infinite.
+        Stages of equal devices, both recomputed or not, share a table. If the embedding and the head are spread over the ranks, neither
+        can be a stage on its own, and its time is infinite.
         """
         return self._shares[self.placement.rank_of(stage)][self.recompute[stage]]
 
@@ -219,10 +222,14 @@ class Cutting:
 
     @cached_property
     def _shares(self) -> list[tuple[Floats, Floats]]:
-        shares = {id(tables): (self.share * tables[0], self.share * tables[1]) for tables in self._by_rank}
+        more = [time / len(self.placement.stages_of(rank)) for rank, time in enumerate(self.always or (0.0,) * self.placement.ranks)]
+        keys = [(id(tables), time) for tables, time in zip(self._by_rank, more, strict=True)]
+        shares = {
+            key: (self.share * tables[0] + key[1], self.share * tables[1] + key[1]) for key, tables in zip(keys, self._by_rank, strict=True)
+        }
         for table in (table for tables in shares.values() for table in tables if self.runs.profile.shares):
             table[0, 1] = table[-2, -1] = np.inf
-        return [shares[id(tables)] for tables in self._by_rank]
+        return [shares[key] for key in keys]
 
     def loads(self, cuts: Ints) -> Floats:
         """Time of each rank per microbatch, one row per row of cuts."""

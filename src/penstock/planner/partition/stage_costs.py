@@ -14,7 +14,7 @@ from penstock.ir.costs import Costs
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Floats
 from penstock.planner.profile import Layer, Profile
-from penstock.planner.profile.vocabulary import count_hops, time_broadcast
+from penstock.planner.profile.vocabulary import list_rank_shares, time_broadcast
 
 
 def split_layers(profile: Profile, sizes: Sequence[int]) -> list[tuple[Layer, ...]]:
@@ -72,7 +72,7 @@ def sliced_stage_costs(  # noqa: PLR0917
     if profile.keeps_output:
         held[:-1] += output[:-1]
     values = {**sums, "i": sums["i"] + again * sums["f"], "activation": held, "output": output}
-    static = _add_reserves(profile, sizes, placement, reserves(profile, sizes, placement, recompute, lengths))
+    static = _add_reserves(profile, sizes, placement, reserves(profile, sizes, placement, recompute, lengths), [])
     every: dict[str, Any] = {name: np.tile(table, microbatches) if table.any() else 0.0 for name, table in values.items()}
     return replace(once, **every, parameters=static)
 
@@ -100,10 +100,17 @@ def _tabulate_reserves(profile: Profile, sizes: Sequence[int], recompute: Sequen
     return np.asarray(workspace + np.where(np.array(recompute)[:, None], again, 0.0))
 
 
-def stage_costs(
-    profile: Profile, sizes: Sequence[int], placement: Placement, recompute: Sequence[bool], cluster: Cluster | None = None
+def stage_costs(  # noqa: PLR0917
+    profile: Profile,
+    sizes: Sequence[int],
+    placement: Placement,
+    recompute: Sequence[bool],
+    cluster: Cluster | None = None,
+    rows: Sequence[float] = (),
 ) -> Costs:
     """The costs of the placement's stages; with a `cluster`, those on its devices, which are the ranks, and over its links.
+
+    `rows` is the part of a spread vocabulary's rows that each rank has, equal parts by default.
 
     A recomputed stage runs its forward again before its backward for the input, and keeps its input in place of its
     activations; the memory of that second forward is counted with the parameters of the rank's first stage. Two copies of the
@@ -119,7 +126,8 @@ def stage_costs(
         return tuple(sum(getattr(layer, name) for layer in run) for run in cut)
 
     f, i, held = sum_layers("f"), sum_layers("i"), sum_layers("activation")
-    reduction, update = (_add_shares(profile, placement, name, sum_layers(name)) for name in ("reduction", "update"))
+    shares = list_rank_shares(profile, placement.ranks, cluster, rows)
+    reduction, update = (_add_shares(shares, placement, name, sum_layers(name)) for name in ("reduction", "update"))
     kept_output = [*(run[-1].output * profile.keeps_output for run in cut[:-1]), 0.0]
     return replace(
         links,
@@ -133,18 +141,19 @@ def stage_costs(
         weight_stash=sum_layers("weight_stash"),
         kept=sum_layers("kept") if any(sum_layers("kept")) else 0.0,
         output=tuple(run[-1].output for run in cut),
-        parameters=_add_reserves(profile, sizes, placement, reserves(profile, sizes, placement, recompute)),
+        parameters=_add_reserves(profile, sizes, placement, reserves(profile, sizes, placement, recompute), shares),
         reduce=_time_reduction(links, placement, sum_layers("gradients"), reduction),
         optimizer=update if any(update) else 0.0,
         overlap=profile.overlap,
         host_latency=profile.host_latency,
         host_bandwidth=profile.host_bandwidth,
         host_link_shared=profile.host_link_shared,
-        **_list_share_costs(profile, placement),
+        **_list_share_costs(profile, placement, links),
+        **_list_multiples(profile, shares),
     )
 
 
-def _list_share_costs(profile: Profile, placement: Placement) -> dict[str, Any]:
+def _list_share_costs(profile: Profile, placement: Placement, links: Costs) -> dict[str, Any]:
     """The costs of each rank's share of a spread vocabulary, at the first stage those of the embedding and at the last of the head.
 
     S makes the logits and the gradient of the head's input, so it takes a forward and a backward for the input. That gradient is summed on
@@ -154,28 +163,48 @@ def _list_share_costs(profile: Profile, placement: Placement) -> dict[str, Any]:
         return {}
     (embedding, head), ranks, between = profile.shares, placement.ranks, (0.0,) * (placement.stages - 2)
     ends = profile.layers[0].output, profile.layers[-1].output
-    brought = [time_broadcast(profile, size, ranks) for size in ends]
+    brought = [time_broadcast(links, size, ranks) for size in ends]
     pairs = {
-        "s": (embedding.f + embedding.i, head.f + head.i),
-        "t": (embedding.w, head.w),
+        **_list_share_pairs(profile, (embedding, head)),
         "broadcast": brought,
-        "combine": (brought[0], brought[1] + 2 * count_hops(ranks) * profile.latency),
-        "logits": list_logits(profile),
+        "combine": (brought[0], brought[1] + 2 * time_broadcast(links, 0.0, ranks)),
     }
     return {name: (first, *between, last) for name, (first, last) in pairs.items()}
 
 
-def list_logits(profile: Profile) -> tuple[float, float]:
+def _list_share_pairs(profile: Profile, shares: Sequence[Layer]) -> dict[str, tuple[float, float]]:
+    """What S and T of a share take and what it holds between them, of the embedding and of the head."""
+    embedding, head = shares
+    return {
+        "s": (embedding.f + embedding.i, head.f + head.i),
+        "t": (embedding.w, head.w),
+        "logits": list_logits(profile, shares),
+    }
+
+
+def list_logits(profile: Profile, shares: Sequence[Layer]) -> tuple[float, float]:
     """What a rank holds of one microbatch from S to T: of the share of the embedding, and of that of the head with its input."""
-    embedding, head = profile.shares
+    embedding, head = shares
     return embedding.activation, max(head.activation, head.weight_stash) + profile.layers[-1].output
 
 
-def _add_shares(profile: Profile, placement: Placement, name: str, of_stages: tuple[float, ...]) -> tuple[float, ...]:
+def _list_multiples(profile: Profile, shares: Sequence[Sequence[Layer]]) -> dict[str, Any]:
+    """How many times the mean share each rank's takes and holds, if they differ: of the embedding and of the head."""
+    if not profile.shares or all(own == profile.shares for own in shares):
+        return {}
+    mean = _list_share_pairs(profile, profile.shares)
+    ranks = [_list_share_pairs(profile, own) for own in shares]
+    return {
+        f"rank_{name}": tuple(tuple(part / whole if whole else 1.0 for part, whole in zip(own[name], wholes, strict=True)) for own in ranks)
+        for name, wholes in mean.items()
+    }
+
+
+def _add_shares(shares: Sequence[Sequence[Layer]], placement: Placement, name: str, of_stages: tuple[float, ...]) -> tuple[float, ...]:
     """A field of every stage; that of each rank's share of a spread vocabulary is added to its first stage."""
-    total, share = list(of_stages), sum(getattr(layer, name) for layer in profile.shares)
-    for rank in range(placement.ranks) if share else ():
-        total[placement.stages_of(rank)[0]] += share
+    total = list(of_stages)
+    for rank, own in enumerate(shares):
+        total[placement.stages_of(rank)[0]] += sum(getattr(layer, name) for layer in own)
     return tuple(total)
 
 
@@ -190,12 +219,15 @@ def _time_reduction(
     return tuple(own + over for own, over in zip(within, over_replicas, strict=True))
 
 
-def _add_reserves(profile: Profile, sizes: Sequence[int], placement: Placement, reserve: Sequence[float]) -> tuple[float, ...]:
-    """Memory that each stage holds all the time, with the reserve of each rank added to its first stage."""
+def _add_reserves(
+    profile: Profile, sizes: Sequence[int], placement: Placement, reserve: Sequence[float], shares: Sequence[Sequence[Layer]]
+) -> tuple[float, ...]:
+    """Memory that each stage holds all the time, with the reserve of each rank and its share of a vocabulary added to its first stage."""
     static = [sum(layer.static for layer in run) for run in split_layers(profile, sizes)]
-    share = sum(layer.static for layer in profile.shares) + max((layer.workspace for layer in profile.shares), default=0.0)
     for rank, size in enumerate(reserve):
-        static[placement.stages_of(rank)[0]] += size + share
+        static[placement.stages_of(rank)[0]] += size
+    for rank, own in enumerate(shares):
+        static[placement.stages_of(rank)[0]] += sum(layer.static for layer in own) + max((layer.workspace for layer in own), default=0.0)
     return tuple(static)
 
 

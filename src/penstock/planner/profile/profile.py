@@ -160,7 +160,8 @@ class Profile:
     tokens: int | None = None
     """Tokens of a sequence, if it can be cut into slices."""
     shares: Sequence[Layer] = ()
-    """Each rank's share of the embedding and of the head, if the vocabulary is spread over the ranks (`spread_ends`)."""
+    """Each rank's share of the embedding and of the head, if the vocabulary is spread over the ranks (`spread_ends`): the mean of all
+    ranks, where these have different parts of the rows."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "variants", "shares"):
@@ -305,8 +306,12 @@ class Profile:
             return self
         if speeds not in self._devices:
             self.check_speeds(device)
+            ends = zip(self.shares, (0, len(self) - 1), strict=False)
             self._devices[speeds] = replace(
-                self, layers=[layer.at_speed(speeds, place) for place, layer in enumerate(self.layers)], variants=()
+                self,
+                layers=[layer.at_speed(speeds, place) for place, layer in enumerate(self.layers)],
+                shares=[share.at_speed(speeds, place) for share, place in ends],
+                variants=(),
             )
         return self._devices[speeds]
 

@@ -48,9 +48,17 @@ class SpreadVocabulary:
     """A rank's rows of the embedding and of the head, as far as they are spread. Every rank of the pipeline makes one, at the same time."""
 
     def __init__(
-        self, ends: SpreadEnds, entropy: TokenCrossEntropy | None, table: Table, *, group: Group, rank: int, deadline: float
+        self,
+        ends: SpreadEnds,
+        entropy: TokenCrossEntropy | None,
+        table: Table,
+        *,
+        group: Group,
+        rank: int,
+        deadline: float,
+        shares: Sequence[float] = (),
     ) -> None:
-        """`entropy` is the loss, which the ranks compute together if the head is spread."""
+        """`entropy` is the loss, which the ranks compute together if the head is spread; `shares` the part of the rows of each rank."""
         self.group, self.rank, self.deadline = group, rank, deadline
         lane: CollectiveLane = self._open_lane()
         self._lane: CollectiveLane | None = lane
@@ -74,7 +82,8 @@ class SpreadVocabulary:
         if ends.embedding is not None:
             self.names["embedding"], words = ends.embedding
             self._rows["embedding"] = len(words.weight)
-            self.embedding = SpreadEmbedding(words.weight, lane=lane, owner=rank_of(0, 0), padding_idx=words.padding_idx)
+            owner, padding = rank_of(0, 0), words.padding_idx
+            self.embedding = SpreadEmbedding(words.weight, lane=lane, owner=owner, padding_idx=padding, shares=shares)
         if ends.head is not None:
             assert entropy is not None
             self.names["head"], linear = ends.head
@@ -88,6 +97,7 @@ class SpreadVocabulary:
                 ignore_index=entropy.ignore_index,
                 logit_scale=ends.logits.scale,
                 logit_cap=ends.logits.cap,
+                shares=shares,
             )
 
     # Parameters -------------------------------------------------------------------------------------------------------

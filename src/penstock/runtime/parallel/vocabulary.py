@@ -21,6 +21,7 @@ order is the same on all ranks, as the verifier's rule `joined` proves. The loss
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -51,15 +52,37 @@ _MOST_DIMENSIONS = 8
 """Of the head's input, if its shape travels with it."""
 
 
-def split_rows(rows: int, ranks: int) -> list[int]:
-    """How many rows of the vocabulary each rank has: as even as can be, the first ranks one more.
+def split_rows(rows: int, ranks: int, shares: Sequence[float] = ()) -> list[int]:
+    """How many rows of the vocabulary each rank has: as near to its share as can be, at least one, and by default equally many.
+
+    Of equally near ones, the first ranks have one more.
 
     >>> split_rows(10, 4)
     [3, 3, 2, 2]
+    >>> split_rows(10, 3, [0.75, 0.25, 0.0])
+    [7, 2, 1]
     """
     if rows < ranks:
         raise PipelineError(f"a vocabulary of {format_count(rows, 'row')} cannot be spread over {ranks} ranks: each needs at least one")
-    return [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+    _check_shares(shares, ranks)
+    wanted = [rows * share for share in shares] or [rows / ranks] * ranks
+    counts = [max(int(count), 1) for count in wanted]
+    while sum(counts) != rows:
+        step = 1 if sum(counts) < rows else -1
+        near = [step * (count - whole) for count, whole in zip(wanted, counts, strict=True)]
+        able = [rank for rank in range(ranks) if counts[rank] + step >= 1]
+        counts[max(able, key=near.__getitem__)] += step
+    return counts
+
+
+def _check_shares(shares: Sequence[float], ranks: int) -> None:
+    if shares and len(shares) != ranks:
+        raise PipelineError(f"{len(shares)} shares of the vocabulary for {ranks} ranks: give the part of each")
+    wrong = next((rank for rank, share in enumerate(shares) if not 0 <= share <= 1), None)
+    if wrong is not None:
+        raise PipelineError(f"rank {wrong} has a share of {shares[wrong]} of the vocabulary: it is a part, from 0 to 1")
+    if shares and not math.isclose(sum(shares), 1.0, abs_tol=1e-6):
+        raise PipelineError(f"the shares of the vocabulary are {sum(shares):.6g} in all, not 1: give the part of each of {ranks} ranks")
 
 
 class JoinedCollective(NamedTuple):
@@ -273,7 +296,7 @@ class _RowShard:
     weight: nn.Parameter
     """The rank's rows. T adds to their gradient, unless they are frozen."""
 
-    def __init__(self, weight: Tensor | _RowShard, lane: CollectiveLane, owner: int, what: str) -> None:
+    def __init__(self, weight: Tensor | _RowShard, lane: CollectiveLane, owner: int, what: str, shares: Sequence[float]) -> None:
         if not 0 <= owner < lane.ranks:
             raise PipelineError(f"rank {owner} has the {what}, but the group has ranks 0 to {lane.ranks - 1}")
         self.lane, self.owner = lane, owner
@@ -282,7 +305,7 @@ class _RowShard:
                 raise PipelineError("a head that shares its weight with an embedding joins collectives on the same lane")
             self.first, self.weight = weight.first, weight.weight
             return
-        sizes = split_rows(len(weight), lane.ranks)
+        sizes = split_rows(len(weight), lane.ranks, shares)
         self.first = sum(sizes[: lane.rank])
         self.weight = self._take(weight, sizes[lane.rank])
 
@@ -364,6 +387,8 @@ class SpreadHead(_RowShard):
     last stage. Exponentials, sums and losses are computed in float32, or in the type of the weight if that has more digits, and differences
     of logits of different ranks in float64; the softmax is kept in the type of the weight. Targets equal to `ignore_index` have no loss.
     Logits are the products of the rows times `logit_scale`, and with a `logit_cap` then `logit_cap * tanh(logits / logit_cap)`.
+    `shares` is the part of the rows that each rank keeps, by default an equal one; with one weight for both, it is the `SpreadEmbedding`
+    that has it.
 
     For each microbatch, by its number, every rank calls `join_broadcast`, `run_share` and `join_combine` in this order, and then once
     each, in any order, `add_weight_gradients`, `take_losses` and, on the owner, `take_input_gradient`. Calls for different microbatches may
@@ -380,8 +405,9 @@ class SpreadHead(_RowShard):
         ignore_index: int = -100,
         logit_scale: float = 1.0,
         logit_cap: float | None = None,
+        shares: Sequence[float] = (),
     ) -> None:
-        super().__init__(weight, lane, owner, "last stage")
+        super().__init__(weight, lane, owner, "last stage", shares)
         if not logit_scale or (logit_cap is not None and logit_cap <= 0):
             raise PipelineError(f"logit_scale is {logit_scale} and logit_cap {logit_cap}: the scale must not be 0, and a cap be above 0")
         self.logit_map = LogitMap(logit_scale, logit_cap)
@@ -534,8 +560,10 @@ class SpreadEmbedding(_RowShard):
     `padding_idx` gets no gradient, as in `torch.nn.Embedding`.
     """
 
-    def __init__(self, weight: Tensor, *, lane: CollectiveLane, owner: int, padding_idx: int | None = None) -> None:
-        super().__init__(weight, lane, owner, "first stage")
+    def __init__(
+        self, weight: Tensor, *, lane: CollectiveLane, owner: int, padding_idx: int | None = None, shares: Sequence[float] = ()
+    ) -> None:
+        super().__init__(weight, lane, owner, "first stage", shares)
         self.padding_idx = padding_idx
         self.frozen = not self.weight.requires_grad
         """Whether its rows were frozen from the beginning: then no rank gets the gradient of its output."""

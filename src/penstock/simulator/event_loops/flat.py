@@ -17,8 +17,9 @@ from penstock.ir.table import Table
 from penstock.simulator.event_loops.loops import Durations, Graph
 
 Small = NDArray[np.int32]
-_TIMES = {Kind.F: "f", Kind.B: "b", Kind.I: "i", Kind.W: "w", Kind.S: "s", Kind.T: "t"}
-"""The costs of the kinds that occupy the compute lane."""
+_TIMES = {Kind.F: "f", Kind.B: "b", Kind.I: "i", Kind.W: "w"}
+_SHARE_TIMES = {Kind.S: "s", Kind.T: "t"}
+"""The costs of the kinds that occupy the compute lane: of a stage, and of a rank's share of the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,11 @@ class Flat:
         taken = np.zeros(len(rows.codes))
         for kind, name in _TIMES.items():
             self._fill(taken, rows.is_kind(kind), costs, name)
+        for kind, name in _SHARE_TIMES.items():
+            entries = np.flatnonzero(rows.is_kind(kind))
+            if len(entries):
+                places = rows.rank[entries], rows.stage[entries], rows.microbatch[entries]
+                taken[entries] = costs.of_shares(name, (table.stages, table.units), *places)
         heads = np.flatnonzero(rows.heads)
         node = taken if len(heads) == len(taken) else np.add.reduceat(taken, heads) if len(heads) else taken
         if len(heads) != len(taken):
