@@ -74,7 +74,7 @@ from penstock.runtime.tensors.tensor_rows import TensorRows
 from penstock.runtime.torch_internals import pytree
 from penstock.runtime.transport.failures import describe_error
 from penstock.runtime.transport.group import Group, describe_action, do_nothing
-from penstock.runtime.transport.recovery import Recovery
+from penstock.runtime.transport.recovery import Recovery, find_recovery
 from penstock.runtime.weights.source import Weights, give_weights
 from penstock.simulator.timeline import Timeline
 
@@ -502,7 +502,7 @@ class Pipeline:
             return forward_program(self.table, count, semantics, self.data.shard)
         total = count * self.joint.survivors.data
         if not training:
-            return forward_program(self.joint.take_over(self.table).schedule, total, semantics)
+            return forward_program(self.table, total, semantics, placement=self.joint.survivors.place(self.table.placement, count))
         joint = self.joint.take_over(rebuild_table(table, count)).schedule
         return build_training_program(joint, total, self.unsplit, semantics, reduce_at_end=True)
 
@@ -521,13 +521,14 @@ class Pipeline:
         if self.grid is not None and goes_on:
             if self.data.has_shards:
                 options.refuse_shards(self.grid)
-            self.recovery = Recovery(self.grid.whole, self.deadline, self._regroup)
+            self.recovery = find_recovery(self.grid.whole, self.deadline)
+            self.recovery.add(self, self.deadline)
             self.grid.whole.allow_losses()
             if returns:
                 self._calls = max(self.recovery.join(0))
 
-    def _regroup(self) -> None:
-        """Go on with the ranks that are left, or with all of them if only a connection was lost."""
+    def regroup(self) -> None:
+        """Go on with the ranks that are left, or with all of them if only a connection was lost. `Recovery` calls this on all ranks."""
         self._set_groups()
         if self.joint is None:
             self.statistics = RunningStatistics(self._modules, self.table.placement, self.gather)
@@ -605,7 +606,14 @@ class Pipeline:
         assert self.grid is not None
         whole, waiting = self.grid.whole, list[int]()
         if self.joint is not None:
-            waiting = whole.gather(whole.rank, "returning ranks", whole.list_returning(), self.deadline)[0]
+            waiting = whole.list_returning()
+            if waiting and self.recovery.pipelines > 1:  # the others may have made steps since their own checkpoints
+                waiting = []
+                if whole.rank == whole.members[0]:
+                    logger.warning(
+                        "no rank is let in, because there are %d pipelines: start again from a checkpoint", self.recovery.pipelines
+                    )
+            waiting = whole.gather(whole.rank, "returning ranks", waiting, self.deadline)[0]
         if not waiting or {*whole.members, *waiting} != set(range(whole.ranks)):
             # Also if no rank is lost: some may be told of a loss in the save before, and others not until the next call.
             self.recovery.decide("no rank returns", None, do_nothing, lambda _: None)
@@ -1054,6 +1062,8 @@ class GroupOptions:
             why = f"each rank of a tensor-parallel group of {mesh.tensor.ranks} holds a part that no other has: leave out tp"
         elif table.slices > 1:
             why = f"the {table.slices} slices of a sequence must stay on one rank: use a schedule without slices"
+        elif table.ranks == 1 and self.on_loss is not None:
+            why = "it is the whole replica, whose part of the batch is lost with it: give a mesh with pp of 2 or more"
         elif table.rows.is_kind(*SHARES).any():
             why = "its share of the vocabulary is needed for every microbatch: use a schedule that keeps the vocabulary on one rank"
         if why is not None and self.on_loss is not None:

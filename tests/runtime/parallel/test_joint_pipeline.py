@@ -9,6 +9,8 @@ import pytest
 
 import penstock as ps
 from penstock.errors import PipelineError
+from penstock.ir.kind import Kind
+from penstock.runtime.execution.programs import forward_program
 from penstock.runtime.parallel.joint_pipeline import JointPipeline
 
 
@@ -65,6 +67,25 @@ def test_lost_columns_are_named() -> None:
         join(LostMesh(2, 2, [(1, 0), (1, 1)]))
 
 
+def test_lost_replicas_are_named() -> None:
+    """Before anything says which ranks run their microbatches."""
+    gone = r"rank 1 \(pp 0, dp 1\) and rank 4 \(pp 1, dp 1\) were lost, and the others cannot go on: all ranks of replica 1"
+    with pytest.raises(PipelineError, match=rf"{gone} are lost, .* splits batches over 2 replicas"):
+        join(LostMesh(2, 3, [(0, 1), (1, 1)], rank=2))
+
+
+def test_an_evaluation_runs_where_its_batch_is_sent() -> None:
+    """Also if it has more microbatches than the schedule, and three peers take turns."""
+    joint, table = join(LostMesh(2, 4, [(1, 1)])), ps.schedule("1f1b", 2, 2)
+    program = forward_program(table, 4 * 5, placement=joint.survivors.place(table.placement, 5))
+    assert {(action.stage, action.microbatch): rank for rank, row in enumerate(program) for action in row if action.kind is Kind.F} == {
+        (stage, 4 * k + replica): joint.survivors.find_taker((stage, replica), k)
+        for stage in range(2)
+        for k in range(5)
+        for replica in range(4)
+    }
+
+
 def test_the_new_schedule_stays_within_the_limits_of_the_plan() -> None:
     """The peer of a lost rank runs twice as many microbatches, and holds no more of them at once than its limit allows."""
     table, costs = ps.schedule("1f1b", 2, 4), ps.Costs(activation=1.0, output=0.0)
@@ -95,7 +116,7 @@ def test_schedules_are_made_once() -> None:
 
 @pytest.mark.parametrize(("rank", "sends"), [(0, True), (1, False), (2, True), (3, False)])
 def test_only_the_first_of_each_column_sends_what_peers_have_in_common(rank: int, sends: bool) -> None:
-    """The survivors of 2 x 3 without (0, 0) and (1, 0) are (0, 1), (0, 2), (1, 1), (1, 2)."""
-    mesh = LostMesh(2, 3, [(0, 0), (1, 0)], rank)
+    """The survivors of 2 x 3 without (0, 0) and (1, 1) are (0, 1), (0, 2), (1, 0), (1, 2)."""
+    mesh = LostMesh(2, 3, [(0, 0), (1, 1)], rank)
     join(mesh).gather_columns("sum", {"weight": 1.0})
     assert mesh.sent == [{"weight": 1.0} if sends else {}]

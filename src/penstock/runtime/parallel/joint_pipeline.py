@@ -16,6 +16,7 @@ from penstock.runtime.batch.step_input import StepInput
 from penstock.runtime.parallel.data_parallel import DataParallel, SameOnDataRanks
 from penstock.runtime.parallel.mesh import PipelineMesh
 from penstock.runtime.transport.subgroup import get_subgroup
+from penstock.text.numbers import format_count
 
 
 class JointPipeline:
@@ -31,6 +32,13 @@ class JointPipeline:
             self.survivors: Survivors = mesh.find_survivors()
         except ScheduleError as error:
             raise self._refuse(error) from error
+        left = {replica for _, replica in self.survivors.places}
+        for replica in range(self.survivors.data):
+            if replica not in left:
+                raise self._refuse(
+                    f"all ranks of replica {replica} are lost, which alone loaded its part of each batch: start again from the last "
+                    f"checkpoint, with a data loader that splits batches over {format_count(len(left), 'replica')}"
+                )
         self.group = mesh.join_survivors()
         self.rank = self.group.rank
         self.replica = self.survivors.places[self.rank][1]
@@ -62,7 +70,7 @@ class JointPipeline:
                 return self._costs
         return None
 
-    def _refuse(self, error: Exception) -> PipelineError:
+    def _refuse(self, error: Exception | str) -> PipelineError:
         lost = [self.mesh.whole.describe_rank(rank) for rank in range(self.mesh.whole.ranks) if rank not in self.mesh.whole.members]
         return PipelineError(f"{' and '.join(lost)} {'was' if len(lost) == 1 else 'were'} lost, and the others cannot go on: {error}")
 

@@ -87,6 +87,8 @@ class Processes(Group):
         """A second name of each rank for messages, if any: its place in a device mesh."""
         self.subgroups: dict[tuple[int, ...], Any] = {}
         """The groups that some of these ranks form, by their members."""
+        self.recovery: Any = None
+        """Makes the calls of these ranks' pipelines again when ranks are lost, if any pipeline goes on then."""
         self.ends = ChannelEnds()
         """Everything that may have messages in progress."""
         self.forms = FormAgreements()
