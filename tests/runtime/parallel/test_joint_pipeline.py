@@ -6,12 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import penstock as ps
 from penstock.errors import PipelineError
 from penstock.ir.kind import Kind
 from penstock.runtime.execution.programs import forward_program
 from penstock.runtime.parallel.joint_pipeline import JointPipeline
+from penstock.runtime.parallel.mesh import PipelineMesh
+from penstock.runtime.transport import current_group
 
 
 class LostMesh:
@@ -84,6 +87,13 @@ def test_an_evaluation_runs_where_its_batch_is_sent() -> None:
         for k in range(5)
         for replica in range(4)
     }
+
+
+def test_no_pipeline_is_created_without_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = SimpleNamespace(mesh=torch.arange(4).view(2, 2), mesh_dim_names=("pp", "dp"), get_coordinate=lambda: [0, 0])
+    monkeypatch.setattr(current_group, "join_ranks", lambda ranks, transport: LostMesh(2, 2, [(1, 0), (1, 1)]).whole)
+    with pytest.raises(PipelineError, match=r"rank 2 \(pp 1, dp 0\) and rank 3 \(pp 1, dp 1\) are lost, and all ranks of a mesh create"):
+        PipelineMesh(devices)
 
 
 def test_the_new_schedule_stays_within_the_limits_of_the_plan() -> None:

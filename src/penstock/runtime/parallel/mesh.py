@@ -74,6 +74,12 @@ class PipelineMesh:
         self.coordinate = tuple(coordinate)
         self.whole = current_group.join_ranks(mesh.mesh.flatten().tolist(), transport)
         self.whole.names = [self._describe(place) for place in np.ndindex(places.shape)]
+        lost = [self.whole.describe_rank(rank) for rank in range(self.whole.ranks) if rank not in self.whole.members]
+        if lost:
+            raise PipelineError(
+                f"{' and '.join(lost)} {'is' if len(lost) == 1 else 'are'} lost, and all ranks of a mesh create a pipeline together: "
+                "create it before any is lost, or when all have come back"
+            )
         self.data_dims = tuple(name for name in self.names if name in DATA)
         along = self._take_slice(places, (PIPE,))
         if devices:

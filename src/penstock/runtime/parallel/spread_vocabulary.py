@@ -1,8 +1,8 @@
 """A rank's part of a vocabulary that is spread over the ranks of a pipeline: its rows of both ends, and the lane of its collectives.
 
 The ranks' threads wait for collectives as they wait for messages: others go on meanwhile, and a failure of any rank or the deadline ends
-the wait. After a failure the lane is abandoned on every rank, because some have joined collectives that others never will, and the next
-step opens a new one.
+the wait. A failed step abandons the lane, because some ranks have joined collectives that others never will, and the first step after any
+failure opens a new one.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from penstock.runtime.parallel.vocabulary import (
     ThreadLane,
 )
 from penstock.runtime.tensors.tensor_rows import TensorRows
+from penstock.runtime.torch_internals.tensors import assert_on_device
 from penstock.runtime.transport.group import Group
 from penstock.runtime.transport.processes import Processes
 from penstock.runtime.transport.subgroup import Subgroup
@@ -54,7 +55,9 @@ class SpreadVocabulary:
         self.group, self.rank, self.deadline = group, rank, deadline
         lane: CollectiveLane = self._open_lane()
         self._lane: CollectiveLane | None = lane
-        """None after a failure, until the next step."""
+        """None after a failed step, until the next one."""
+        self._generation = group.generation
+        """That of the group when the lane was opened: a rank may learn of a failure between steps, and have its lane still."""
         self.names = {"embedding": "", "head": ""}
         """The names of the two layers in the model."""
         self.are_tied = ends.are_tied
@@ -166,19 +169,23 @@ class SpreadVocabulary:
             if feed.targets is None and training:
                 raise ScheduleError("every rank has a share of the head and the loss: give every rank the target of the step")
             for targets in feed.targets or ():
-                if not isinstance(targets, Tensor) or targets.is_floating_point():
+                if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.dtype is torch.bool:
                     raise ScheduleError("the target of a head that is spread over the ranks is a tensor of token numbers")
                 if flat and targets.dim() != 1:
                     raise ScheduleError(
                         f"targets have {targets.dim()} dimensions, for which cross_entropy expects the vocabulary in dimension 1 of the "
                         "output: give loss_fn=TokenCrossEntropy()"
                     )
-                _check_range(targets, self._rows["head"], "target", ignored=self.entropy.ignore_index)
-            self.targets = None if feed.targets is None else list(map(self.entropy.align, feed.targets))
+            self.targets = None if feed.targets is None else [targets.long() for targets in feed.targets]
+            if self.targets is not None:
+                _check_range(self.targets, self._rows["head"], "target", ignored=self.entropy.ignore_index)
+                self.targets = list(map(self.entropy.align, self.targets))
         if self.head is not None and not training:
             self._agree_on_targets(feed)
-        if self._lane is None:
-            self._lane = self._open_lane()
+        self.group.enter(self.rank, self.deadline)
+        if self._lane is None or self._generation != self.group.generation:
+            self.abandon()
+            self._lane, self._generation = self._open_lane(), self.group.generation
             for layer in (self.embedding, self.head):
                 if layer is not None:
                     layer.restart(self._lane)
@@ -201,7 +208,9 @@ class SpreadVocabulary:
                     "every rank has a share of the embedding: give every rank the tokens, as the only positional argument of the step, or "
                     "to a transformers model as input_ids in it"
                 )
-            _check_range(tokens, self._rows["embedding"], "token")
+            if tokens.dtype not in (torch.int64, torch.int32):
+                raise ScheduleError(f"the tokens are {tokens.dtype}, but an embedding takes torch.int64 or torch.int32: give tokens.long()")
+        _check_range(everything, self._rows["embedding"], "token")
         return everything
 
     def _agree_on_targets(self, feed: StepInput) -> None:
@@ -281,11 +290,15 @@ class SpreadVocabulary:
             activity.watch.begin_again()
 
 
-def _check_range(numbers: Tensor, rows: int, what: str, ignored: int | None = None) -> None:
-    """Refuse numbers outside of the vocabulary; those on a device are not looked at, because the host would wait for them."""
-    if not is_on_host(numbers):
+def _check_range(numbers: Sequence[Tensor], rows: int, what: str, ignored: int | None = None) -> None:
+    """Refuse numbers outside of the vocabulary. Those on a device are checked there, because the host would wait for them."""
+    together = torch.cat([part.flatten() for part in numbers])
+    if not is_on_host(together):
+        inside = (together >= 0) & (together < rows)
+        inside = inside if ignored is None else inside | (together == ignored)
+        assert_on_device(inside.all(), f"a {what} is outside of the vocabulary of {rows} rows")
         return
-    counted = numbers if ignored is None else numbers[numbers != ignored]
+    counted = together if ignored is None else together[together != ignored]
     if counted.numel():
         low, high = (int(end) for end in torch.aminmax(counted))
         if low < 0 or high >= rows:

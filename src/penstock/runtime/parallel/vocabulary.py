@@ -39,7 +39,7 @@ from penstock.runtime.batch.loss import NO_MAP, LogitMap
 from penstock.runtime.device.rows import scale_rows, take_softmax
 from penstock.runtime.device.streams import create_streams, record_event, record_use, use_stream, wait_event
 from penstock.runtime.device.timing import mark_time
-from penstock.runtime.torch_internals.tensors import post_accumulate_hooks
+from penstock.runtime.torch_internals.tensors import gradient_hooks, post_accumulate_hooks
 from penstock.runtime.transport.group import do_nothing
 from penstock.text.numbers import format_count
 
@@ -47,6 +47,7 @@ _LOOK = timedelta(seconds=0.2)
 """How long a thread waits for a collective of processes before it looks whether these were abandoned."""
 
 
+_ABANDONED = "the collectives were abandoned after a failure"
 _MOST_DIMENSIONS = 8
 """Of the head's input, if its shape travels with it."""
 
@@ -186,7 +187,7 @@ class ProcessLane(CollectiveLane):
             with suppress(RuntimeError):  # not yet
                 work.wait(_LOOK)
             if self._abandoned:
-                raise PipelineError("the collectives were abandoned after a failure")
+                raise PipelineError(_ABANDONED)
         work.wait()
         return value
 
@@ -218,6 +219,7 @@ class ThreadLane(CollectiveLane):
 
     def abandon(self) -> None:
         super().abandon()
+        self._shared.abandoned = True
         self._shared.barrier.abort()
 
     def broadcast(self, value: Tensor, source: int) -> Tensor:
@@ -245,6 +247,8 @@ class MeetingPoint:
         self.events: list[Any] = [None] * ranks
         self.lanes: list[ThreadLane | None] = [None] * ranks
         self.timeout, self.barrier = timeout, threading.Barrier(ranks)
+        self.abandoned = False
+        """Whether any rank has abandoned its lane."""
 
     @contextmanager
     def meet(self, rank: int, value: Tensor) -> Iterator[list[Tensor]]:
@@ -260,6 +264,8 @@ class MeetingPoint:
         try:
             self.barrier.wait(self.timeout)
         except threading.BrokenBarrierError:
+            if self.abandoned:
+                raise PipelineError(_ABANDONED) from None
             raise PipelineError(f"not all of {len(self.values)} ranks have joined a collective within {self.timeout:g} s") from None
         for event in self.events:
             wait_event(event)
@@ -298,21 +304,28 @@ class _RowShard:
 
     def _find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Which tokens are rows of this rank, and their places among these rows; any rows, about equally often, for the others."""
-        place = tokens - self.first
+        place = tokens.long() - self.first  # types with few digits would wrap around
         own = (place >= 0) & (place < len(self.weight))
         return own, place.remainder(len(self.weight))
 
 
 def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Add to a parameter's gradient, and run its post-accumulate hooks, as autograd does."""
+    """Add to a parameter's gradient, and run its hooks, as autograd does."""
     gradient = gradient.to(parameter.dtype)
+    hooks = gradient_hooks(parameter)
+    for hook in list(hooks.values()) if hooks else ():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
     _run_hooks(parameter)
 
 
 def _add_product(parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
-    """The same for the product of two matrices, which is added as it is computed."""
-    parameter.grad = left @ right if parameter.grad is None else parameter.grad.addmm_(left, right)
+    """The same for the product of two matrices, which is added as it is computed unless a hook wants it alone."""
+    if parameter.grad is None or gradient_hooks(parameter):
+        _add_gradient(parameter, left @ right)
+        return
+    parameter.grad.addmm_(left, right)
     _run_hooks(parameter)
 
 
@@ -342,6 +355,8 @@ class _Share(NamedTuple):
     """Whether the target is a row of this rank and counts."""
     place: Tensor
     """The row of the target among those of this rank; any row if it has another."""
+    counts: Tensor
+    """Whether the target counts."""
     scale: Tensor
     """How much the loss of each token counts, times the scale of the logits."""
 
@@ -448,7 +463,7 @@ class SpreadHead(_RowShard):
         """
         hidden = self.lane.take(self._inputs.pop(unit))
         shape = hidden.shape[:-1]
-        hidden, targets = hidden.view(-1, hidden.shape[-1]), targets.reshape(-1)
+        hidden, targets = hidden.view(-1, hidden.shape[-1]), targets.reshape(-1).long()
         if len(targets) != len(hidden):
             raise PipelineError(f"microbatch {unit} has {len(hidden)} tokens, but {len(targets)} targets")
         counts = targets != self.ignore_index
@@ -465,7 +480,7 @@ class SpreadHead(_RowShard):
             softmax = logits if slopes is None else logits.mul_(slopes).to(output.dtype)
             gradient = (softmax @ self.weight).to(self.dtype) if gradients else None
         kept = softmax if gradients and self._trains else None
-        self._shares[unit] = _Share(hidden if gradients else None, kept, log_total, picked, gradient, slope, own, place, scale)
+        self._shares[unit] = _Share(hidden if gradients else None, kept, log_total, picked, gradient, slope, own, place, counts, scale)
         return returned
 
     def _compute_slopes(self, logits: Tensor) -> Tensor | None:
@@ -489,7 +504,7 @@ class SpreadHead(_RowShard):
         total, picked = self.lane.sum_everywhere(torch.stack(((share.log_total - largest).exp(), share.picked)))
         log_total = largest + total.log()
         factor = (share.log_total - log_total).exp()
-        losses = torch.where(share.scale != 0, log_total - picked, 0.0)
+        losses = torch.where(share.counts, log_total - picked, 0.0)
         if share.hidden is None or share.gradient is None:
             return _Combined(factor, losses, None)
         slope = share.own if share.slope is None else share.own * share.slope
@@ -593,7 +608,8 @@ class SpreadEmbedding(_RowShard):
             own &= tokens != self.padding_idx
         # Tokens of other ranks add zeros: to select those of this rank, the host would have to wait for the device.
         added = torch.where(own[..., None], gradient, 0.0).to(self.weight.dtype).flatten(0, -2)
-        if self.weight.grad is None:
-            self.weight.grad = torch.zeros_like(self.weight.detach())
+        if self.weight.grad is None or gradient_hooks(self.weight):
+            _add_gradient(self.weight, torch.zeros_like(self.weight.detach()).index_add_(0, place.flatten(), added))
+            return
         self.weight.grad.index_add_(0, place.flatten(), added)
         _run_hooks(self.weight)

@@ -208,6 +208,11 @@ class Group(ABC):
     shares_memory = False
     """Whether the receiver gets the sender's own tensor rather than a copy."""
 
+    @property
+    @abstractmethod
+    def generation(self) -> int:
+        """A number that grows with each failure that is over: the same on all ranks that have entered since."""
+
     @abstractmethod
     def number_pipeline(self, rank: int) -> int:
         """The number of a new pipeline, equal on all ranks: it tells the messages of one pipeline from those of another."""

@@ -68,6 +68,7 @@ class Processes(Group):
     """
 
     parallel = True
+    generation = -1
 
     def __init__(self, store: Any, rank: int, ranks: int, deadline: float, transport: str = "auto", *, returning: bool = False) -> None:
         self.rank, self.ranks = rank, ranks
@@ -92,7 +93,6 @@ class Processes(Group):
         self.ends = ChannelEnds()
         """Everything that may have messages in progress."""
         self.forms = FormAgreements()
-        self.generation = -1
         self._connecting: FailureBoard | None = None
         """The board of the generation under which this rank is about to meet the others."""
         self.connection: Any = None

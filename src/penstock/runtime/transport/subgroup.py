@@ -61,6 +61,10 @@ class Subgroup(Group):
         The members must have just met in a `gather`, so that none of them waits for one that has failed.
         """
 
+    @property
+    def generation(self) -> int:
+        return self.parent.generation
+
     def describe_rank(self, rank: int) -> str:
         return self.parent.describe_rank(self.members[rank])
 
