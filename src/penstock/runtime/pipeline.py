@@ -8,7 +8,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
@@ -88,6 +88,11 @@ _NO_COPY = (
 _DRIFT = 1000
 """Recorded steps after which the ranks' clocks are compared again."""
 Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def leave_inference_mode() -> AbstractContextManager[Any]:
+    """A context for evaluations, which compute no gradients by themselves: messages and inputs are watched for in-place changes."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def report_refusal(method: Method) -> Method:
@@ -685,15 +690,19 @@ class Pipeline:
         **kwargs: Any,
     ) -> StepResult:
         """Run the forward of a batch in evaluation mode, with the loss if there is a target. No gradients are computed."""
-        feed = self._take_batch(self.batches.split, args, target, microbatches, add_model_kwargs(stage_kwargs, kwargs), outputs)
-        feed.losses = self.loss.can_run(feed.targets)
-        return self._run(feed, training=False)
+        with leave_inference_mode():
+            feed = self._take_batch(self.batches.split, args, target, microbatches, add_model_kwargs(stage_kwargs, kwargs), outputs)
+            feed.losses = self.loss.can_run(feed.targets)
+            feed.copy_inference_tensors()
+            return self._run(feed, training=False)
 
     def infer(self, *args: Any, microbatches: int | None = None, stage_kwargs: StageKwargs | None = None, **kwargs: Any) -> Any:
         """Compute the outputs of a batch; every rank returns them."""
-        feed = self._take_batch(self.batches.split, args, ABSENT, microbatches, add_model_kwargs(stage_kwargs, kwargs), True)
-        feed.losses = False
-        return self._run(feed, training=False).outputs
+        with leave_inference_mode():
+            feed = self._take_batch(self.batches.split, args, ABSENT, microbatches, add_model_kwargs(stage_kwargs, kwargs), True)
+            feed.losses = False
+            feed.copy_inference_tensors()
+            return self._run(feed, training=False).outputs
 
     @report_refusal
     def _take_batch(self, take: Callable[..., StepInput], *arguments: Any) -> StepInput:
@@ -708,6 +717,8 @@ class Pipeline:
     def _prepare(self, feed: StepInput, training: bool, measured: bool) -> tuple[Executor, StepInput]:
         """Do everything that can refuse a step before it runs, and return its executor, and its input, of all replicas after a loss."""
         count, name = feed.microbatches, "step" if training else "eval_step"
+        if training and torch.is_inference_mode_enabled():
+            raise ScheduleError("a training step under torch.inference_mode() gets no gradients: call it outside, or use eval_step")
         if self.vocabulary is not None:
             self.vocabulary.begin_step(feed, flat=self.loss.takes_flat_targets, training=training)
         feed.tokens = feed.total if self.batches.weight and feed.targets is not None else None

@@ -274,5 +274,5 @@ def describe_other_program(group: Group, source: int, rank: int) -> str:
     """The error text for a message that belongs to another program than the one its reader runs."""
     return (
         f"{group.describe_rank(source)} runs another step than {group.describe_rank(rank)}: give all ranks the same count of "
-        "microbatches, and make the same calls on all"
+        "microbatches and the same order, and make the same calls on all"
     )
