@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from datetime import timedelta
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import ScheduleError
@@ -37,7 +36,7 @@ from penstock.runtime.tensors.tensor_rows import TensorRows
 from penstock.runtime.torch_internals.tensors import assert_on_device
 from penstock.runtime.transport.group import Group
 from penstock.runtime.transport.processes import Processes
-from penstock.runtime.transport.subgroup import Subgroup
+from penstock.runtime.transport.subgroup import ProcessSubgroup, Subgroup, get_subgroup
 from penstock.runtime.transport.threads import VirtualGroup
 
 _WAIT = "all ranks to join a collective of the vocabulary"
@@ -252,9 +251,9 @@ class SpreadVocabulary:
             gather("lane of the vocabulary", None)  # nobody asks who has joined before all have a lane
             return virtual
         assert isinstance(parent, Processes)
-        processes = gather("lane of the vocabulary", dist.get_rank())
-        group = dist.new_group(sorted(processes), timeout=timedelta(seconds=self.deadline), use_local_synchronization=True)
-        lane = ProcessLane(group, processes)
+        members = self.group if isinstance(self.group, ProcessSubgroup) else get_subgroup(parent, parent.members)
+        name = gather("lane of the vocabulary", uuid4().hex)[0]  # each pipeline's, and again after failures
+        lane = ProcessLane(members.connect(f"vocabulary/{name}", self.deadline))
         lane.before_take, lane.on_take = partial(self._wait_for_processes, parent), self._note_waited
         return lane
 

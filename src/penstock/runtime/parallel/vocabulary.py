@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -36,6 +36,7 @@ from torch.nn import functional
 
 from penstock.errors import PipelineError
 from penstock.runtime.batch.loss import NO_MAP, LogitMap
+from penstock.runtime.device.connections import broadcast_options
 from penstock.runtime.device.rows import scale_rows, take_softmax
 from penstock.runtime.device.streams import create_streams, record_event, record_use, use_stream, wait_event
 from penstock.runtime.device.timing import mark_time
@@ -157,29 +158,33 @@ class CollectiveLane(ABC):
 
 
 class ProcessLane(CollectiveLane):
-    """The collectives of processes, by torch.distributed.
+    """The collectives of processes, by a process group of torch.distributed, by default that of all processes.
 
-    The group should have no other traffic, because a message between two of its ranks may come between its collectives. `processes` are
-    the processes in the order of their ranks, if that is not the order of the group, as for a cluster plan that reorders them.
+    The group should have no other traffic, because a message between two of its ranks may come between its collectives. It may also be one
+    that torch.distributed does not know, such as a `torch.distributed.ProcessGroupGloo`.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, processes: Sequence[int] | None = None) -> None:
-        self.processes = list(dist.get_process_group_ranks(group or dist.group.WORLD) if processes is None else processes)
-        super().__init__(self.processes.index(dist.get_rank()), len(self.processes))
-        self.group = group
+    def __init__(self, group: Any = None) -> None:
+        self.group: Any = dist.group.WORLD if group is None else group
+        super().__init__(self.group.rank(), self.group.size())
+        self._is_own = group is not None
         self._abandoned = False
 
     def broadcast(self, value: Tensor, source: int) -> Tensor:
-        return self._wait(dist.broadcast(value, self.processes[source], group=self.group, async_op=True), value)
+        return self._wait(self.group.broadcast([value], broadcast_options(source)), value)
 
     def sum_on(self, target: int, value: Tensor) -> Tensor:
-        return self._wait(dist.reduce(value, self.processes[target], group=self.group, async_op=True), value)
+        options = dist.ReduceOptions()
+        options.rootRank = target
+        return self._wait(self.group.reduce([value], options), value)
 
     def sum_everywhere(self, value: Tensor) -> Tensor:
-        return self._wait(dist.all_reduce(value, group=self.group, async_op=True), value)
+        return self._wait(self.group.allreduce([value]), value)
 
     def find_largest(self, value: Tensor) -> Tensor:
-        return self._wait(dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group, async_op=True), value)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        return self._wait(self.group.allreduce([value], options), value)
 
     def _wait(self, work: Any, value: Tensor) -> Tensor:
         """The value after a collective. A wait of gloo's cannot be interrupted, so it is made of short ones; NCCL's do not block."""
@@ -192,10 +197,10 @@ class ProcessLane(CollectiveLane):
         return value
 
     def abandon(self) -> None:
-        """Also aborts the group, which must be one of this lane's own: NCCL collectives in progress would never end."""
+        """Also aborts the group, which must be one of this lane's own: collectives in progress would last until their deadline."""
         self._abandoned = True
         super().abandon()
-        if self.group is not None:
+        if self._is_own:
             self.group.abort()
 
 
