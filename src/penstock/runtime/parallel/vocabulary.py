@@ -165,7 +165,10 @@ class ProcessLane(CollectiveLane):
     """
 
     def __init__(self, group: Any = None) -> None:
-        self.group: Any = dist.group.WORLD if group is None else group
+        world: Any = dist.group.WORLD
+        if group is None and world is None:
+            raise PipelineError("torch.distributed is not initialised: call init_process_group first, or give a process group")
+        self.group = world if group is None else group
         super().__init__(self.group.rank(), self.group.size())
         self._is_own = group is not None
         self._abandoned = False
@@ -182,7 +185,7 @@ class ProcessLane(CollectiveLane):
         return self._wait(self.group.allreduce([value]), value)
 
     def find_largest(self, value: Tensor) -> Tensor:
-        options = dist.AllreduceOptions()
+        options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         return self._wait(self.group.allreduce([value], options), value)
 
