@@ -74,6 +74,7 @@ from penstock.runtime.tensors.tensor_rows import TensorRows
 from penstock.runtime.torch_internals import pytree
 from penstock.runtime.transport.failures import describe_error
 from penstock.runtime.transport.group import Group, describe_action, do_nothing
+from penstock.runtime.transport.processes import Processes
 from penstock.runtime.transport.recovery import Recovery, find_recovery
 from penstock.runtime.weights.source import Weights, give_weights
 from penstock.simulator.timeline import Timeline
@@ -231,7 +232,7 @@ class Pipeline:
         self.record, self.graphs, self.offload = record, run.graphs, run.offload
         self.table = add_moves(find_table(self._plan, self.group.ranks, microbatches), self.offload)
         self.microbatches = self.table.microbatches
-        goes_on = ranks.allow_losses(self.grid, self.table)
+        goes_on = ranks.allow_losses(self.group, self.rank, self.grid, self.table)
         returns = self.grid is not None and self.grid.whole.returning
         self.seed, self.overlap = run.seed, make_overlap(run.overlap)
         split = self._recognise(model, split, LossOptions(loss_fn, loss_reduction, weight), batch)
@@ -1062,9 +1063,11 @@ class GroupOptions:
             raise ScheduleError(f"deadline must be a number of seconds above 0, got {deadline!r}: a large one if ranks may be slow")
         object.__setattr__(self, "deadline", float(deadline))
 
-    def allow_losses(self, mesh: PipelineMesh | None, table: Table) -> bool:
-        """Whether the others go on when a rank is lost; refused if they are told to but cannot."""
-        if self.on_loss == "raise" or (self.on_loss is None and (mesh is None or not mesh.whole.expects_losses)):
+    def allow_losses(self, group: Group, rank: int, mesh: PipelineMesh | None, table: Table) -> bool:
+        """Whether the others go on when a rank is lost; refused if they are told to but cannot, with a warning if that is the default."""
+        processes = group if mesh is None else mesh.whole
+        is_expected = isinstance(processes, Processes) and processes.expects_losses
+        if self.on_loss == "raise" or (self.on_loss is None and not is_expected):
             return False
         why = None
         if mesh is None or mesh.data.ranks == 1:
@@ -1077,8 +1080,11 @@ class GroupOptions:
             why = "it is the whole replica, whose part of the batch is lost with it: give a mesh with pp of 2 or more"
         elif table.rows.is_kind(*SHARES).any():
             why = "its share of the vocabulary is needed for every microbatch: use a schedule that keeps the vocabulary on one rank"
+        text = f"no other rank can run the microbatches of a lost one, because {why}"
         if why is not None and self.on_loss is not None:
-            raise ScheduleError(f"on_loss='take-over', but no other rank can run the microbatches of a lost one, because {why}")
+            raise ScheduleError(f"on_loss='take-over', but {text}")
+        if why is not None and (rank if mesh is None else mesh.whole.rank) == 0:
+            logger.warning("losses= was given to launch, but all ranks raise if one is lost: %s", text)
         return why is None
 
     def refuse_shards(self, mesh: PipelineMesh) -> None:

@@ -14,7 +14,9 @@ from penstock.ir.kind import Kind
 from penstock.runtime.execution.programs import forward_program
 from penstock.runtime.parallel.joint_pipeline import JointPipeline
 from penstock.runtime.parallel.mesh import PipelineMesh
+from penstock.runtime.pipeline import GroupOptions
 from penstock.runtime.transport import current_group
+from penstock.runtime.transport.processes import Processes
 
 
 class LostMesh:
@@ -94,6 +96,16 @@ def test_no_pipeline_is_created_without_all_ranks(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(current_group, "join_ranks", lambda ranks, transport: LostMesh(2, 2, [(1, 0), (1, 1)]).whole)
     with pytest.raises(PipelineError, match=r"rank 2 \(pp 1, dp 0\) and rank 3 \(pp 1, dp 1\) are lost, and all ranks of a mesh create"):
         PipelineMesh(devices)
+
+
+def test_launched_pipelines_that_cannot_go_on_warn(caplog: pytest.LogCaptureFixture) -> None:
+    group = Processes.__new__(Processes)
+    group.expects_losses = True
+    options = GroupOptions(None, None, "auto", 1.0, None)
+    assert not options.allow_losses(group, 1, None, ps.schedule("1f1b", 2, 4))
+    assert not caplog.messages
+    assert not options.allow_losses(group, 0, None, ps.schedule("1f1b", 2, 4))
+    assert "all ranks raise if one is lost: no other rank can run the microbatches of a lost one, because only ranks" in caplog.text
 
 
 def test_the_new_schedule_stays_within_the_limits_of_the_plan() -> None:
