@@ -720,6 +720,8 @@ class Pipeline:
         count, name = feed.microbatches, "step" if training else "eval_step"
         if training and torch.is_inference_mode_enabled():
             raise ScheduleError("a training step under torch.inference_mode() gets no gradients: call it outside, or use eval_step")
+        if self.recovery is None and self.grid is not None:  # another pipeline may have gone on after a loss
+            self.grid.refuse_losses("and this pipeline cannot go on without all ranks: start again from the last checkpoint")
         if self.vocabulary is not None:
             self.vocabulary.begin_step(feed, flat=self.loss.takes_flat_targets, training=training)
         feed.tokens = feed.total if self.batches.weight and feed.targets is not None else None
