@@ -11,6 +11,7 @@ import torch
 import penstock as ps
 from penstock.errors import PipelineError
 from penstock.ir.kind import Kind
+from penstock.runtime.batch.joint_input import JointBatch
 from penstock.runtime.execution.programs import forward_program
 from penstock.runtime.parallel.joint_pipeline import JointPipeline
 from penstock.runtime.parallel.mesh import PipelineMesh
@@ -63,6 +64,12 @@ def test_a_loss_is_described_as_it_was_in_its_step() -> None:
     before = joint.describe(table)
     mesh.whole.members = (1, 2)
     assert joint.describe(table) == before
+
+
+def test_a_step_with_other_microbatches_is_described_with_them() -> None:
+    joint, table = join(LostMesh(2, 3, [(0, 1)])), ps.schedule("1f1b", 2, 4)
+    joint.batch = JointBatch(joint.survivors, table.placement, table.graph, (), 7)
+    assert "of its 7 microbatches run 4 on rank 0 (pp 0, dp 0) and 3 on rank 2 (pp 0, dp 2)" in joint.describe(table)
 
 
 def test_lost_columns_are_named() -> None:

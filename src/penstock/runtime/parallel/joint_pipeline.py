@@ -75,12 +75,15 @@ class JointPipeline:
         return PipelineError(f"{' and '.join(lost)} {'was' if len(lost) == 1 else 'were'} lost, and the others cannot go on: {error}")
 
     def describe(self, table: Table) -> str:
-        """One line: which ranks were lost, which run their microbatches, and how long a step takes now."""
+        """One line: which ranks were lost, which run their microbatches in the present step, and how long a step takes now."""
         taken, describe = self.take_over(table), self.mesh.whole.describe_rank
         ranks = {self.mesh.locate(rank): rank for rank in range(self.mesh.whole.ranks)}
         members = self.group.members  # those of the mesh may be fewer by now
+        microbatches = table.microbatches if self.batch is None else self.batch.count
         counts = {
-            describe(ranks[place]): {describe(members[taker]): count for taker, count in taken.count_taken(place).items()}
+            describe(ranks[place]): {
+                describe(members[taker]): count for taker, count in self.survivors.count_taken(place, microbatches).items()
+            }
             for place in self.survivors.lost
         }
         parts = []
