@@ -613,12 +613,11 @@ class Pipeline:
         whole, waiting = self.grid.whole, list[int]()
         if self.joint is not None:
             waiting = whole.list_returning()
-            if waiting and self.recovery.pipelines > 1:  # the others may have made steps since their own checkpoints
-                waiting = []
+            if waiting and self.recovery.pipelines > 1:
                 if whole.rank == whole.members[0]:
-                    logger.warning(
-                        "no rank is let in, because there are %d pipelines: start again from a checkpoint", self.recovery.pipelines
-                    )
+                    named, count = " and ".join(map(whole.describe_rank, waiting)), self.recovery.pipelines
+                    logger.warning("%s cannot come back: there are %d pipelines, and a checkpoint has the state of one", named, count)
+                waiting = []
             waiting = whole.gather(whole.rank, "returning ranks", waiting, self.deadline)[0]
         if not waiting or {*whole.members, *waiting} != set(range(whole.ranks)):
             # Also if no rank is lost: some may be told of a loss in the save before, and others not until the next call.
