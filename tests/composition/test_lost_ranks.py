@@ -320,9 +320,10 @@ def test_pipelines_that_cannot_go_on_say_so_when_they_are_built(workers: Workers
             ({"pp": 2, "tp": 2}, {}),
             ({"pp": 2, "dp": 2}, {"schedule": "seq1f1b"}),
             ({"pp": 2, "dp": 2}, {"shard": True}),
+            ({"pp": 1, "dp": 4}, {}),
         ):
             mesh = device_mesh(**dims)
-            stages = [nn.Linear(WIDTH, WIDTH) for _ in range(4 if dims["pp"] == 4 else 2)]
+            stages = [nn.Linear(WIDTH, WIDTH) for _ in range(dims["pp"])]
             chosen = {"schedule": "1f1b", "microbatches": 4} | options
             try:
                 Pipeline(stages, mesh=mesh, loss_fn=functional.mse_loss, on_loss="take-over", **chosen)
@@ -339,7 +340,8 @@ def test_pipelines_that_cannot_go_on_say_so_when_they_are_built(workers: Workers
         assert "only ranks along dp" in said[1]
         assert "slices of a sequence must stay on one rank" in said[2]
         assert "stages are sharded, and the shards of a lost rank are lost with it. Along dp no other rank holds the same shards" in said[3]
-        assert said[4] == "on_loss must be 'raise' or 'take-over', got 'go on'"
+        assert "it is the whole replica, whose part of the batch is lost with it: give a mesh with pp of 2 or more" in said[4]
+        assert said[5] == "on_loss must be 'raise' or 'take-over', got 'go on'"
     with pytest.raises(ScheduleError, match="losses=1 is for processes that launch starts itself"):
         launch(build, 4, losses=1)
     with pytest.raises(ScheduleError, match="losses, the number of processes that may end early, "):

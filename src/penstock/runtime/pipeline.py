@@ -8,7 +8,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
@@ -74,7 +74,8 @@ from penstock.runtime.tensors.tensor_rows import TensorRows
 from penstock.runtime.torch_internals import pytree
 from penstock.runtime.transport.failures import describe_error
 from penstock.runtime.transport.group import Group, describe_action, do_nothing
-from penstock.runtime.transport.recovery import Recovery
+from penstock.runtime.transport.processes import Processes
+from penstock.runtime.transport.recovery import Recovery, find_recovery
 from penstock.runtime.weights.source import Weights, give_weights
 from penstock.simulator.timeline import Timeline
 
@@ -88,6 +89,11 @@ _NO_COPY = (
 _DRIFT = 1000
 """Recorded steps after which the ranks' clocks are compared again."""
 Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def leave_inference_mode() -> AbstractContextManager[Any]:
+    """A context for evaluations, which compute no gradients by themselves: messages and inputs are watched for in-place changes."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def report_refusal(method: Method) -> Method:
@@ -226,7 +232,7 @@ class Pipeline:
         self.record, self.graphs, self.offload = record, run.graphs, run.offload
         self.table = add_moves(find_table(self._plan, self.group.ranks, microbatches), self.offload)
         self.microbatches = self.table.microbatches
-        goes_on = ranks.allow_losses(self.grid, self.table)
+        goes_on = ranks.allow_losses(self.group, self.rank, self.grid, self.table)
         returns = self.grid is not None and self.grid.whole.returning
         self.seed, self.overlap = run.seed, make_overlap(run.overlap)
         split = self._recognise(model, split, LossOptions(loss_fn, loss_reduction, weight), batch)
@@ -503,7 +509,7 @@ class Pipeline:
             return forward_program(self.table, count, semantics, self.data.shard)
         total = count * self.joint.survivors.data
         if not training:
-            return forward_program(self.joint.take_over(self.table).schedule, total, semantics)
+            return forward_program(self.table, total, semantics, placement=self.joint.survivors.place(self.table.placement, count))
         joint = self.joint.take_over(rebuild_table(table, count)).schedule
         return build_training_program(joint, total, self.unsplit, semantics, reduce_at_end=True)
 
@@ -522,13 +528,14 @@ class Pipeline:
         if self.grid is not None and goes_on:
             if self.data.has_shards:
                 options.refuse_shards(self.grid)
-            self.recovery = Recovery(self.grid.whole, self.deadline, self._regroup)
+            self.recovery = find_recovery(self.grid.whole, self.deadline)
+            self.recovery.add(self, self.deadline)
             self.grid.whole.allow_losses()
             if returns:
                 self._calls = max(self.recovery.join(0))
 
-    def _regroup(self) -> None:
-        """Go on with the ranks that are left, or with all of them if only a connection was lost."""
+    def regroup(self) -> None:
+        """Go on with the ranks that are left, or with all of them if only a connection was lost. `Recovery` calls this on all ranks."""
         self._set_groups()
         if self.joint is None:
             self.statistics = RunningStatistics(self._modules, self.table.placement, self.gather)
@@ -606,7 +613,13 @@ class Pipeline:
         assert self.grid is not None
         whole, waiting = self.grid.whole, list[int]()
         if self.joint is not None:
-            waiting = whole.gather(whole.rank, "returning ranks", whole.list_returning(), self.deadline)[0]
+            waiting = whole.list_returning()
+            if waiting and self.recovery.pipelines > 1:
+                if whole.rank == whole.members[0]:
+                    named, count = " and ".join(map(whole.describe_rank, waiting)), self.recovery.pipelines
+                    logger.warning("%s cannot come back: there are %d pipelines, and a checkpoint has the state of one", named, count)
+                waiting = []
+            waiting = whole.gather(whole.rank, "returning ranks", waiting, self.deadline)[0]
         if not waiting or {*whole.members, *waiting} != set(range(whole.ranks)):
             # Also if no rank is lost: some may be told of a loss in the save before, and others not until the next call.
             self.recovery.decide("no rank returns", None, do_nothing, lambda _: None)
@@ -678,15 +691,19 @@ class Pipeline:
         **kwargs: Any,
     ) -> StepResult:
         """Run the forward of a batch in evaluation mode, with the loss if there is a target. No gradients are computed."""
-        feed = self._take_batch(self.batches.split, args, target, microbatches, add_model_kwargs(stage_kwargs, kwargs), outputs)
-        feed.losses = self.loss.can_run(feed.targets)
-        return self._run(feed, training=False)
+        with leave_inference_mode():
+            feed = self._take_batch(self.batches.split, args, target, microbatches, add_model_kwargs(stage_kwargs, kwargs), outputs)
+            feed.losses = self.loss.can_run(feed.targets)
+            feed.copy_inference_tensors()
+            return self._run(feed, training=False)
 
     def infer(self, *args: Any, microbatches: int | None = None, stage_kwargs: StageKwargs | None = None, **kwargs: Any) -> Any:
         """Compute the outputs of a batch; every rank returns them."""
-        feed = self._take_batch(self.batches.split, args, ABSENT, microbatches, add_model_kwargs(stage_kwargs, kwargs), True)
-        feed.losses = False
-        return self._run(feed, training=False).outputs
+        with leave_inference_mode():
+            feed = self._take_batch(self.batches.split, args, ABSENT, microbatches, add_model_kwargs(stage_kwargs, kwargs), True)
+            feed.losses = False
+            feed.copy_inference_tensors()
+            return self._run(feed, training=False).outputs
 
     @report_refusal
     def _take_batch(self, take: Callable[..., StepInput], *arguments: Any) -> StepInput:
@@ -701,6 +718,10 @@ class Pipeline:
     def _prepare(self, feed: StepInput, training: bool, measured: bool) -> tuple[Executor, StepInput]:
         """Do everything that can refuse a step before it runs, and return its executor, and its input, of all replicas after a loss."""
         count, name = feed.microbatches, "step" if training else "eval_step"
+        if training and torch.is_inference_mode_enabled():
+            raise ScheduleError("a training step under torch.inference_mode() gets no gradients: call it outside, or use eval_step")
+        if self.recovery is None and self.grid is not None:  # another pipeline may have gone on after a loss
+            self.grid.refuse_losses("and this pipeline cannot go on without all ranks: start again from the last checkpoint")
         if self.vocabulary is not None:
             self.vocabulary.begin_step(feed, flat=self.loss.takes_flat_targets, training=training)
         feed.tokens = feed.total if self.batches.weight and feed.targets is not None else None
@@ -1044,9 +1065,11 @@ class GroupOptions:
             raise ScheduleError(f"deadline must be a number of seconds above 0, got {deadline!r}: a large one if ranks may be slow")
         object.__setattr__(self, "deadline", float(deadline))
 
-    def allow_losses(self, mesh: PipelineMesh | None, table: Table) -> bool:
-        """Whether the others go on when a rank is lost; refused if they are told to but cannot."""
-        if self.on_loss == "raise" or (self.on_loss is None and (mesh is None or not mesh.whole.expects_losses)):
+    def allow_losses(self, group: Group, rank: int, mesh: PipelineMesh | None, table: Table) -> bool:
+        """Whether the others go on when a rank is lost; refused if they are told to but cannot, with a warning if that is the default."""
+        processes = group if mesh is None else mesh.whole
+        is_expected = isinstance(processes, Processes) and processes.expects_losses
+        if self.on_loss == "raise" or (self.on_loss is None and not is_expected):
             return False
         why = None
         if mesh is None or mesh.data.ranks == 1:
@@ -1055,10 +1078,15 @@ class GroupOptions:
             why = f"each rank of a tensor-parallel group of {mesh.tensor.ranks} holds a part that no other has: leave out tp"
         elif table.slices > 1:
             why = f"the {table.slices} slices of a sequence must stay on one rank: use a schedule without slices"
+        elif table.ranks == 1 and self.on_loss is not None:
+            why = "it is the whole replica, whose part of the batch is lost with it: give a mesh with pp of 2 or more"
         elif table.rows.is_kind(*SHARES).any():
             why = "its share of the vocabulary is needed for every microbatch: use a schedule that keeps the vocabulary on one rank"
+        text = f"no other rank can run the microbatches of a lost one, because {why}"
         if why is not None and self.on_loss is not None:
-            raise ScheduleError(f"on_loss='take-over', but no other rank can run the microbatches of a lost one, because {why}")
+            raise ScheduleError(f"on_loss='take-over', but {text}")
+        if why is not None and (rank if mesh is None else mesh.whole.rank) == 0:
+            logger.warning("losses= was given to launch, but all ranks raise if one is lost: %s", text)
         return why is None
 
     def refuse_shards(self, mesh: PipelineMesh) -> None:

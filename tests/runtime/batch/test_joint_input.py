@@ -107,7 +107,6 @@ def test_results_are_those_of_a_replica() -> None:
         ([(0, 1)], {"args": [()] * COUNT}, "a rank of replica 1 is lost, and none of the others was given the inputs"),
         ([(1, 1)], {"targets": None}, "none of the others was given the target"),
         ([(1, 1)], {"kwargs": {}}, "none of the others was given the keyword arguments of stage 1"),
-        ([(0, 1), (1, 1)], {}, "all ranks of replica 1 are lost, and its part of each batch was loaded by them alone"),
     ],
 )
 def test_what_no_survivor_has_is_refused(lost: list[tuple[int, int]], leave_out: dict[str, Any], said: str) -> None:

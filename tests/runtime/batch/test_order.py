@@ -178,7 +178,7 @@ def test_stages_that_a_microbatch_skips(name: str) -> None:
         assert_equal(parameter.grad, other.grad)
 
 
-@pytest.mark.parametrize("order", [[0, 1], [0, 1, 1], [1, 2, 3], "012", 5, [0.5, 1, 2], [None, 0, 1]])
+@pytest.mark.parametrize("order", [[0, 1], [0, 1, 1], [1, 2, 3], "012", 5, [0.5, 1, 2], [0.0, 1.0, 2.0], [None, 0, 1]])
 def test_orders_that_are_none_are_refused(order: Any) -> None:
     pipe = Pipeline(blocks(1), schedule="1f1b", microbatches=3, loss_fn=functional.mse_loss)
     x = [torch.randn(2, 6)] * 3

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from penstock.errors import CheckpointError
 from penstock.runtime import Checkpoints, Pipeline, launch, rank
+from penstock.runtime.transport.threads import VirtualGroup
 from runtime.models import blocks
 from runtime.resuming import MICROBATCHES, SPLIT, Run, curve, model, pipelined
 
@@ -468,3 +469,39 @@ def test_tied_parameter_is_the_first_on_several_ranks(tmp_path: Path) -> None:
 
     saved = launch(train, 2, args=(False,))
     assert launch(train, 2, args=(True,)) == saved
+
+
+class LosesOnce:
+    """Stands for the recovery of a pipeline that loses a rank at the end of each call: the ranks that are left make it again."""
+
+    alone = False
+
+    def __init__(self) -> None:
+        self.exchanges: list[str] = []
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        call()
+        return call()
+
+    def decide(self, name: str, value: Any, undo: Callable[[], None], complete: Callable[[list[Any]], Any]) -> Any:
+        self.exchanges.append(name)
+        return complete([value])
+
+    def find_members(self) -> tuple[Any, int]:
+        return VirtualGroup(1), 0
+
+
+def test_a_load_in_which_a_rank_is_lost_is_made_again(tmp_path: Path) -> None:
+    layers = blocks(1)
+    pipe: Any = Pipeline(layers, schedule="1f1b", microbatches=1)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(pipe, step=3)
+    before = torch.nn.utils.parameters_to_vector(pipe.parameters()).detach()
+    for load in (checkpoints.load_latest, partial(checkpoints.load, "step-00000003")):
+        pipe.recovery = LosesOnce()
+        torch.nn.utils.vector_to_parameters(torch.zeros_like(before), pipe.parameters())
+        found = load(pipe)
+        assert found is not None
+        assert found.step == 3
+        assert pipe.recovery.exchanges == ["checkpoint"] * 2
+        assert torch.equal(torch.nn.utils.parameters_to_vector(pipe.parameters()), before)

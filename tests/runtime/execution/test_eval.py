@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock as ps
+from penstock.errors import ScheduleError
 from penstock.runtime import Pipeline, StepResult, launch
 from penstock.schedules.registry import algorithms
 from runtime.models import assert_equal, assert_same_results, blocks, by_loop, gradients, loop_step
@@ -39,6 +40,27 @@ def test_eval_and_infer_equal_the_model(name: str, microbatches: int) -> None:
         assert_equal(outputs, wanted)
         assert len(result.losses) == microbatches
         torch.testing.assert_close(result.loss, functional.mse_loss(wanted, y))
+
+
+def test_evaluation_under_inference_mode() -> None:
+    """Also of tensors that were made under it, and of one that is input and target; a training step is refused there."""
+    model, x = blocks(2), torch.randn(8, 6)
+
+    def evaluate() -> tuple[Tensor, Tensor | None, Tensor | None]:
+        pipe = Pipeline(model, schedule="1f1b", microbatches=4, loss_fn=functional.mse_loss)
+        with torch.inference_mode():
+            made = x.clone()
+            found = pipe.infer(made), pipe.eval_step(made, target=made).loss
+            with pytest.raises(ScheduleError, match=r"a training step under torch.inference_mode\(\) gets no gradients"):
+                pipe.step(made, target=made)
+        assert torch.equal(pipe.infer(made), found[0])
+        return *found, pipe.step(x, target=x).loss
+
+    wanted = model(x)
+    for outputs, evaluated, trained in launch(evaluate, 2):
+        torch.testing.assert_close(outputs, wanted.detach())
+        for loss in (evaluated, trained):
+            torch.testing.assert_close(loss, functional.mse_loss(wanted, x).detach())
 
 
 def test_every_schedule_can_evaluate() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -240,33 +241,50 @@ def test_tensor_parallel_ranks_are_refused(workers: Workers) -> None:
 
 
 class Failing(nn.Module):
-    """A layer that fails on process 1 once."""
+    """A layer that fails on process 1 while told to."""
 
     fails = True
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fails and rank() == 1:
-            self.fails = False
             raise ValueError("out of order")
         return x * 1.0
 
 
+def count_open_files() -> int:
+    """How many files and connections this process has open, where the system tells."""
+    gc.collect()
+    folder = Path("/proc/self/fd")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_that_fails_ends_the_waits_of_the_others(workers: Workers, ranks: int) -> None:
-    """Long before the deadline, also in another replica, and the next step has the numbers of the whole model."""
+    """Long before the deadline, also in another replica, and the next step has the numbers of the whole model.
+
+    Connections of failed steps and of pipelines that are gone are closed.
+    """
     schedule, (tokens, targets) = spread("1f1b", 2, 4), draw_batch()
     words, *_, head = build_model(0)
-    model = nn.Sequential(words, Failing(), Failing(), head)
 
     def run() -> tuple[str, Tensor | None]:
         mesh = device_mesh(pp=2, dp=2) if ranks == 4 else None
-        pipe = Pipeline(model, schedule, loss_fn=TokenCrossEntropy(), deadline=600, mesh=mesh)
-        told = ""
-        try:
-            pipe.step(tokens, target=targets)
-        except PipelineError as error:
-            told = str(error).partition("\n")[0]
-        return told, pipe.step(tokens, target=targets).loss
+        failing, open_files = Failing(), []
+        for _ in range(2):
+            model = nn.Sequential(words, failing, failing, head)
+            pipe = Pipeline(model, schedule, loss_fn=TokenCrossEntropy(), deadline=600, mesh=mesh)
+            for _ in range(2):
+                failing.fails = True
+                with pytest.raises(PipelineError) as caught:
+                    pipe.step(tokens, target=targets)
+                failing.fails = False
+                loss = pipe.step(tokens, target=targets).loss
+                told = str(caught.value).partition("\n")[0]
+                del caught  # has the frames of the failed step
+                open_files.append(count_open_files())
+            del pipe, model
+        assert open_files == open_files[:1] * 4
+        return told, loss
 
     for told, loss in workers.run(run, ranks=ranks):
         assert f"failed on {'rank 1' if ranks == 2 else 'rank 1 (pp 0, dp 1)'}: ValueError: out of order" in told

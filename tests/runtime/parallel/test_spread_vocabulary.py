@@ -21,11 +21,13 @@ from penstock.errors import PenstockError, PipelineError, PlacementError, Schedu
 from penstock.ir.kind import Kind
 from penstock.runtime import Layers, Pipeline, TokenCrossEntropy, launch, rank
 from penstock.runtime.execution.programs import build_training_program
+from penstock.runtime.parallel import spread_vocabulary
 from penstock.runtime.parallel.vocabulary import SpreadHead
 from penstock.simulator.comparison.differences import differences
 from penstock.simulator.timeline import Timeline
 from runtime.spread_models import (
     HIDDEN,
+    TOKENS,
     VOCABULARY,
     assert_equal,
     build_model,
@@ -487,13 +489,15 @@ def test_calls_without_what_a_rank_needs_are_refused_and_training_goes_on() -> N
             lambda: pipe.step(target=targets),
             lambda: pipe.step(tokens + VOCABULARY, target=targets),
             lambda: pipe.step(tokens, target=targets - VOCABULARY),
+            lambda: pipe.step(tokens.to(torch.uint8), target=targets),
+            lambda: pipe.step(tokens, target=targets > 3),
         ]
         told = []
         for attempt in attempts:
             with pytest.raises(ScheduleError) as caught:
                 attempt()
             told.append(str(caught.value))
-        loss = pipe.step(tokens, target=targets).loss
+        loss = pipe.step(tokens, target=targets.to(torch.uint8)).loss  # torch's cross-entropy takes these too
         assert loss is not None
         assert_equal(loss, TokenCrossEntropy()(build_model(2)(tokens), targets))
         return told
@@ -505,8 +509,25 @@ def test_calls_without_what_a_rank_needs_are_refused_and_training_goes_on() -> N
             "every rank has a share of the embedding",
             "token 2",
             "target -1",
+            "the tokens are torch.uint8",
+            "the target of a head",
         ]
         assert [text[: len(start)] for text, start in zip(told, starts, strict=True)] == starts
+
+
+def test_numbers_on_a_device_are_checked_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host, which stands for a device here, the device's check fails at once."""
+    (tokens, targets), ignored = draw_batch(), torch.full((9, TOKENS), -100)
+    monkeypatch.setattr(spread_vocabulary, "is_on_host", lambda _: False)
+
+    def run(attempt: int) -> None:
+        pipe = Pipeline(build_model(2), spread("1f1b", 2, 4), loss_fn=TokenCrossEntropy(), weight=torch.numel)
+        pipe.step(tokens, target=ignored)
+        pipe.step(tokens + 10 * attempt, target=targets - VOCABULARY)
+
+    for attempt, what in enumerate(["target", "token"]):
+        with pytest.raises(RuntimeError, match=f"a {what} is outside of the vocabulary of 11 rows"):
+            launch(partial(run, attempt), 2)
 
 
 def test_targets_of_two_dimensions_need_the_loss_of_tokens() -> None:
@@ -542,6 +563,45 @@ def test_hooks_see_the_gradients_of_the_rows() -> None:
     assert launch(run, 2) == [(4, True)] * 2
 
 
+@pytest.mark.parametrize("options", [{"bias": True}, {"padding": 3}])
+def test_hooks_change_the_gradients_of_the_rows(options: dict[str, Any]) -> None:
+    """Of two steps, because the first gradient of a parameter is stored and later ones are added."""
+    tokens, targets = draw_batch()
+
+    def run() -> dict[str, Tensor | None]:
+        pipe = Pipeline(build_model(2, **options), spread("1f1b", 2, 3), loss_fn=TokenCrossEntropy())
+        for _, parameter in pipe.named_parameters():
+            parameter.register_hook(lambda gradient: 3 * gradient)
+            parameter.register_hook(lambda _: None)
+        for _ in range(2):
+            pipe.step(tokens, target=targets)
+        return {name: parameter.grad for name, parameter in pipe.named_parameters()}
+
+    model = build_model(2, **options)
+    (6 * TokenCrossEntropy()(model(tokens), targets)).backward()
+    for gradients in launch(run, 2):
+        for key, gradient in gradients.items():
+            name, _, rows = key.partition("[")
+            wanted = model.get_parameter(name).grad
+            assert gradient is not None
+            assert wanted is not None
+            assert_equal(gradient, wanted[slice(*map(int, rows[:-1].split(":")))] if rows else wanted)
+
+
+def test_a_microbatch_that_does_not_count_has_its_loss() -> None:
+    tokens, targets = draw_batch()
+    numbers = iter(range(8))
+
+    def run() -> list[Tensor]:
+        pipe = Pipeline(build_model(2), spread("1f1b", 2, 4), loss_fn=TokenCrossEntropy(), weight=lambda _: next(numbers) % 4)
+        return pipe.step(tokens, target=targets).losses
+
+    model, parts = build_model(2), zip(tokens.tensor_split(4), targets.tensor_split(4), strict=True)
+    wanted = torch.stack([TokenCrossEntropy()(model(x), y) for x, y in parts])
+    for losses in launch(run, 2):
+        assert_equal(torch.stack(losses), wanted)
+
+
 # Failures -------------------------------------------------------------------------------------------------------------
 
 
@@ -554,6 +614,28 @@ class Failing(nn.Module):
         if rank() == self.failing_rank:
             raise ValueError("out of order")
         return x * 1.0
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_failure_between_steps_ends_the_lanes_of_all_ranks(parallel: bool) -> None:
+    """The rank that fails has no step in progress, and the other has. Neither takes the other's next step for its own."""
+    (tokens, targets), models = draw_batch(), [build_model(2) for _ in range(2)]
+
+    def run() -> list[str]:
+        def fail(_: Any) -> None:
+            if rank() == 0:
+                raise ValueError("out of order")
+
+        pipe, told = Pipeline(models[rank()], spread("1f1b", 2, 4), loss_fn=TokenCrossEntropy(), on_step=fail, deadline=60), []
+        pipe.step(tokens, target=targets)
+        with pytest.raises(PipelineError, match="on_step failed on rank 0"):
+            pipe.flush_metrics() if rank() == 0 else pipe.step(tokens, target=targets)
+        with pytest.raises(PipelineError) as caught:
+            pipe.step(tokens, target=targets)
+        told.append(str(caught.value).partition(":")[0])
+        return told
+
+    assert launch(run, 2, parallel=parallel) == [["rank 0 is at batch 2 of this pipeline, but rank 1 is at batch 3 of this pipeline"]] * 2
 
 
 @pytest.mark.parametrize("parallel", [False, True])

@@ -177,3 +177,26 @@ def test_a_rank_that_does_not_join_is_told() -> None:
         head.join_broadcast(0, draw(1, TOKENS, HIDDEN))
         with pytest.raises(PipelineError, match=r"not all of 2 ranks have joined a collective within 0\.1 s"):
             head.run_share(0, torch.zeros(TOKENS, dtype=torch.int64))
+
+
+def test_a_lane_that_another_rank_has_abandoned_is_told() -> None:
+    first, second = ThreadLane.create(2)
+    with second:
+        head = SpreadHead(draw(0, VOCABULARY, HIDDEN), lane=second, owner=0)
+        head.join_broadcast(0, draw(1, TOKENS, HIDDEN))
+        first.abandon()
+        with pytest.raises(PipelineError, match="the collectives were abandoned after a failure"):
+            head.run_share(0, torch.zeros(TOKENS, dtype=torch.int64))
+
+
+def test_tokens_of_a_type_with_few_digits() -> None:
+    weight = draw(0, 200, HIDDEN)
+    tokens = torch.tensor([0, 99, 100, 199], dtype=torch.uint8)
+
+    def look_up(lane: ThreadLane) -> Tensor | None:
+        embedding = SpreadEmbedding(weight, lane=lane, owner=0)
+        embedding.run_share(0, tokens, gradients=False)
+        embedding.join_combine(0)
+        return embedding.take_output(0) if lane.rank == 0 else None
+
+    assert torch.equal(run_ranks(2, look_up)[0], weight[tokens.long()])

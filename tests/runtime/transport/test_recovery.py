@@ -115,13 +115,31 @@ class Member:
         self.world.enter(rank)
 
 
+class Regrouped:
+    """A pipeline that notes with whom it goes on."""
+
+    def __init__(self, number: int, member: Member) -> None:
+        self.number, self.member, self.members = number, member, member.members
+
+    def regroup(self) -> None:
+        self.member.gather(self.member.rank, f"regroup {self.number}", None, 1.0)
+        self.members = self.member.members
+
+
 def make_calls(world: World, rank: int, applied: list[int], results: list[Any]) -> None:
-    """Calls of two exchanges each: one that may be repeated, and the last one, before which the call takes effect here."""
+    """Calls of two exchanges each: one that may be repeated, and the last one, before which the call takes effect here.
+
+    Two pipelines make them in turns. Ranks let go of a third one at different times.
+    """
     group: Any = Member(world, rank)
-    recovery = Recovery(group, 1.0, lambda: group.gather(rank, "regroup", None, 1.0))
+    recovery = Recovery(group, 1.0)
+    pipelines = [Regrouped(number, group) for number in range(3)]
+    for number in range(3):
+        recovery.add(pipelines[number], 1.0)
 
     def call(number: int) -> Any:
         group.gather(rank, f"begin {number}", None, 1.0)
+        assert pipelines[number % 2].members == group.members
         applied.append(number)
         try:
             return recovery.decide(f"end {number}", (rank, number), applied.pop, lambda values: {value for _, value in values})
@@ -131,6 +149,8 @@ def make_calls(world: World, rank: int, applied: list[int], results: list[Any]) 
             raise
 
     for number in range(CALLS):
+        if number == rank:
+            del pipelines[2:]
         result = recovery.run(partial(call, number))
         results.append(result)
 

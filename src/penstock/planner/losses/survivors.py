@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,6 +73,10 @@ class Survivors:
             return self.ranks[place]
         gone, peers = self._lost_of[place[0]], self.list_peers(place[0])
         return peers[(microbatch * len(gone) + gone.index(place)) % len(peers)]
+
+    def count_taken(self, place: Place, microbatches: int) -> dict[int, int]:
+        """How many of the microbatches of a lost place each of its peers runs."""
+        return dict(sorted(Counter(self.find_taker(place, k) for k in range(microbatches)).items()))
 
     @cached_property
     def _lost_of(self) -> dict[int, list[Place]]:

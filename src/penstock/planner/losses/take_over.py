@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 
 from penstock.errors import PlanError, ScheduleError
@@ -48,8 +47,7 @@ class TakeOver:
 
     def count_taken(self, place: Place) -> dict[int, int]:
         """How many microbatches of a lost place each of its peers runs."""
-        microbatches = self.schedule.microbatches // self.survivors.data
-        return dict(sorted(Counter(self.survivors.find_taker(place, k) for k in range(microbatches)).items()))
+        return self.survivors.count_taken(place, self.schedule.microbatches // self.survivors.data)
 
     def describe(self) -> str:
         """One line: who was lost, who runs its microbatches, and how long a step takes now."""

@@ -92,14 +92,8 @@ class JointBatch:
         return stages + [(part, part) for part in sorted(part for part in offered if isinstance(part, int))]
 
     def _list_members(self, replica: int) -> list[int]:
-        """The survivors of a replica; refused if there are none, because no rank has its batch then."""
-        members = [rank for rank, (_, own) in enumerate(self.survivors.places) if own == replica]
-        if not members:
-            raise PipelineError(
-                f"all ranks of replica {replica} are lost, and its part of each batch was loaded by them alone: start again from the last "
-                f"checkpoint, with a data loader that splits batches over the {self.survivors.data - 1} other replicas"
-            )
-        return members
+        """The survivors of a replica, at least one."""
+        return [rank for rank, (_, own) in enumerate(self.survivors.places) if own == replica]
 
     def _find_source(self, replica: int, part: Part) -> int:
         members = self._list_members(replica)

@@ -21,7 +21,8 @@ def apply_order(step_input: StepInput, order: Any, table: Table) -> None:
             step_input.schedule, step_input.share.schedule = order.schedule, identify_schedule(order.schedule)
     else:
         numbers = order.tolist() if hasattr(order, "tolist") else order
-    if not isinstance(numbers, (list, tuple, range)) or len(numbers) != count or set(numbers) != set(range(count)):
+    is_listed = isinstance(numbers, (list, tuple, range)) and all(hasattr(number, "__index__") for number in numbers)
+    if not is_listed or len(numbers) != count or set(numbers) != set(range(count)):
         raise ScheduleError(
             f"the order {numbers!r} is not one of the {count} microbatches of the step: it must have each number from 0 to {count - 1} once"
         )

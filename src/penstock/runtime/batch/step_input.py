@@ -118,6 +118,12 @@ class StepInput:
         """Make sure that `renew` notices if a stage changes the input in place."""
         self.versions = [(tensor, read_version(tensor)) for tensor in _list_tensors((self.args, self.kwargs, self.targets))]
 
+    def copy_inference_tensors(self) -> None:
+        """Replace the tensors that were made under `torch.inference_mode()`: whether they change could not be watched."""
+        everything = self.args, self.kwargs, self.targets
+        if any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in pytree.tree_leaves(everything)):
+            self.args, self.kwargs, self.targets = pytree.tree_map(_copy_if_inference, everything)
+
     def renew(self) -> StepInput:
         """Return the same input for another attempt at the step; refused if a stage has changed it in place."""
         if any(read_version(tensor) != version for tensor, version in self.versions):
@@ -379,5 +385,11 @@ def _find_guards(arguments: Sequence[Sequence[Any]], targets: Sequence[Any] | No
     return guards if any(guards) else []
 
 
+def _copy_if_inference(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
+
+
 def _list_tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_nested]
+    """List the tensors of a tree whose in-place changes can be seen."""
+    leaves = (leaf for leaf in pytree.tree_leaves(value) if type(leaf) is Tensor)
+    return [leaf for leaf in leaves if leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_inference()]

@@ -60,8 +60,8 @@ class Checkpoints:
       the files, so use it only for checkpoints whose author you know. Otherwise only tensors, NumPy arrays and plain values are allowed;
     - `deadline`: seconds that a rank waits for the others at most.
 
-    If the model is a pipeline that goes on after ranks were lost, the ranks that are left save together, and a save in which a rank is lost
-    is made again. A process that takes the place of a lost rank loads the last checkpoint alone.
+    If the model is a pipeline that goes on after ranks were lost, the ranks that are left save and load together, and a save or load in
+    which a rank is lost is made again. A process that takes the place of a lost rank loads the last checkpoint alone.
 
     `with Checkpoints(...) as checkpoints:` waits at the end for a checkpoint that is still being written.
     """
@@ -250,11 +250,13 @@ class Checkpoints:
         start from the beginning.
         """
         self.wait()
-        self._follow_for_loading(model)
+        training = TrainingState(ModelState.of(model), optimizer, scheduler, data, extra or {})
+        return self._survive(training.model, lambda: self._load_latest(training))
+
+    def _load_latest(self, training: TrainingState) -> Checkpoint | None:
         find = self._collective.gather("look for checkpoints", lambda: find_checkpoints(self.folder) if self.rank == 0 else ([], {}))
         complete, reasons = find[0]  # as the first rank sees them, so that all ranks load the same
         rejected = dict(reasons)
-        training = TrainingState(ModelState.of(model), optimizer, scheduler, data, extra or {})
         for checkpoint in complete:
             try:
                 self._check_files(checkpoint)
@@ -280,15 +282,14 @@ class Checkpoints:
     ) -> Checkpoint:
         """Load the checkpoint of this name; raises `CheckpointError` if that is not possible."""
         self.wait()
-        self._follow_for_loading(model)
-        checkpoint = self._collective.gather("look for a checkpoint", lambda: self._find(name))[0]
-        self._check_files(checkpoint)
-        return self._load(checkpoint, TrainingState(ModelState.of(model), optimizer, scheduler, data, extra or {}))
+        training = TrainingState(ModelState.of(model), optimizer, scheduler, data, extra or {})
 
-    def _follow_for_loading(self, model: Model) -> None:
-        recovery = self._follow(ModelState.of(model))
-        if recovery is not None:
-            self._join_pipeline(recovery)
+        def load() -> Checkpoint:
+            checkpoint = self._collective.gather("look for a checkpoint", lambda: self._find(name))[0]
+            self._check_files(checkpoint)
+            return self._load(checkpoint, training)
+
+        return self._survive(training.model, load)
 
     def _find(self, name: str) -> Checkpoint:
         if type(name) is not str or name in ("", "..") or Path(name).name != name:

@@ -10,6 +10,7 @@ import numpy as np
 from penstock.errors import PassError, ScheduleError
 from penstock.ir import codes
 from penstock.ir.kind import COPIES, Kind
+from penstock.ir.placement import Placement
 from penstock.ir.program import Program
 from penstock.ir.rows import Rows
 from penstock.ir.schedule import Schedule
@@ -139,17 +140,20 @@ def rebuild_table(table: Table, count: int) -> Table:
     return table.remake(count)
 
 
-def forward_program(table: Table, count: int, semantics: str = "channels", shard: Shard | None = None) -> Program:
+def forward_program(
+    table: Table, count: int, semantics: str = "channels", shard: Shard | None = None, *, placement: Placement | None = None
+) -> Program:
     """Forwards in waves, for any number of microbatches: each starts as soon as the one before it can have ended; slice by slice, if cut.
 
-    An edge needs slots for the messages under way and one more to write into: two if each rank has one stage.
+    An edge needs slots for the messages under way and one more to write into: two if each rank has one stage. `placement` is that of the
+    stages if it is not the table's, as after losses.
     """
-    placement, graph = table.placement, table.graph
+    placement, graph = table.placement if placement is None else placement, table.graph
     stage, microbatch = (axis.ravel() for axis in np.meshgrid(np.arange(table.stages), np.arange(count * table.slices), indexing="ij"))
     rank = placement.ranks_of(stage, microbatch)
     order = np.lexsort((-stage, stage + microbatch, rank))
     entries = np.asarray(codes.pack(stage[order], int(Kind.F), microbatch[order]), dtype=np.int64)
-    rows = Rows.sorted_by(entries, rank[order], table.ranks)
+    rows = Rows.sorted_by(entries, rank[order], placement.ranks)
     name = f"{table.name} forward".strip()
     schedule = Schedule.from_rows(rows, placement, count, graph=graph, name=name, slices=table.slices)
     span = max((target - source for source, target in graph.edges), default=1)

@@ -121,6 +121,8 @@ class Workers:
                     else:
                         lost.append((rank, error))
                     continue
+                if answer is None and deaths >= task.losses > 0:
+                    error = LostRankError(f"{error}, and more processes have ended than losses={task.losses} allows: give a higher number")
                 failed.append((rank, error))
                 until = min(until, time.monotonic() + GRACE)
         except queue.Empty:  # some ranks do not end

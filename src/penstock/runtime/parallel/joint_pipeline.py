@@ -16,6 +16,7 @@ from penstock.runtime.batch.step_input import StepInput
 from penstock.runtime.parallel.data_parallel import DataParallel, SameOnDataRanks
 from penstock.runtime.parallel.mesh import PipelineMesh
 from penstock.runtime.transport.subgroup import get_subgroup
+from penstock.text.numbers import format_count
 
 
 class JointPipeline:
@@ -31,6 +32,13 @@ class JointPipeline:
             self.survivors: Survivors = mesh.find_survivors()
         except ScheduleError as error:
             raise self._refuse(error) from error
+        left = {replica for _, replica in self.survivors.places}
+        for replica in range(self.survivors.data):
+            if replica not in left:
+                raise self._refuse(
+                    f"all ranks of replica {replica} are lost, which alone loaded its part of each batch: start again from the last "
+                    f"checkpoint, with a data loader that splits batches over {format_count(len(left), 'replica')}"
+                )
         self.group = mesh.join_survivors()
         self.rank = self.group.rank
         self.replica = self.survivors.places[self.rank][1]
@@ -62,17 +70,20 @@ class JointPipeline:
                 return self._costs
         return None
 
-    def _refuse(self, error: Exception) -> PipelineError:
+    def _refuse(self, error: Exception | str) -> PipelineError:
         lost = [self.mesh.whole.describe_rank(rank) for rank in range(self.mesh.whole.ranks) if rank not in self.mesh.whole.members]
         return PipelineError(f"{' and '.join(lost)} {'was' if len(lost) == 1 else 'were'} lost, and the others cannot go on: {error}")
 
     def describe(self, table: Table) -> str:
-        """One line: which ranks were lost, which run their microbatches, and how long a step takes now."""
+        """One line: which ranks were lost, which run their microbatches in the present step, and how long a step takes now."""
         taken, describe = self.take_over(table), self.mesh.whole.describe_rank
         ranks = {self.mesh.locate(rank): rank for rank in range(self.mesh.whole.ranks)}
         members = self.group.members  # those of the mesh may be fewer by now
+        microbatches = table.microbatches if self.batch is None else self.batch.count
         counts = {
-            describe(ranks[place]): {describe(members[taker]): count for taker, count in taken.count_taken(place).items()}
+            describe(ranks[place]): {
+                describe(members[taker]): count for taker, count in self.survivors.count_taken(place, microbatches).items()
+            }
             for place in self.survivors.lost
         }
         parts = []

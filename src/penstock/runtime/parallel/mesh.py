@@ -74,6 +74,7 @@ class PipelineMesh:
         self.coordinate = tuple(coordinate)
         self.whole = current_group.join_ranks(mesh.mesh.flatten().tolist(), transport)
         self.whole.names = [self._describe(place) for place in np.ndindex(places.shape)]
+        self.refuse_losses("and all ranks of a mesh create a pipeline together: create it before any is lost, or when all have come back")
         self.data_dims = tuple(name for name in self.names if name in DATA)
         along = self._take_slice(places, (PIPE,))
         if devices:
@@ -108,6 +109,12 @@ class PipelineMesh:
     def has_lost(self) -> bool:
         """Whether any rank is lost."""
         return len(self.whole.members) < self.whole.ranks
+
+    def refuse_losses(self, reason: str) -> None:
+        """Raise an error with this end if any rank is lost."""
+        if self.has_lost:
+            lost = [self.whole.describe_rank(rank) for rank in range(self.whole.ranks) if rank not in self.whole.members]
+            raise PipelineError(f"{' and '.join(lost)} {'is' if len(lost) == 1 else 'are'} lost, {reason}")
 
     def describe_shards(self) -> str:
         """A sentence: who else has the shards of a lost rank."""

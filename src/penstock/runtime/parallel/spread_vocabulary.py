@@ -1,20 +1,20 @@
 """A rank's part of a vocabulary that is spread over the ranks of a pipeline: its rows of both ends, and the lane of its collectives.
 
 The ranks' threads wait for collectives as they wait for messages: others go on meanwhile, and a failure of any rank or the deadline ends
-the wait. After a failure the lane is abandoned on every rank, because some have joined collectives that others never will, and the next
-step opens a new one.
+the wait. A failed step abandons the lane, because some ranks have joined collectives that others never will, and the first step after any
+failure opens a new one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from datetime import timedelta
+from contextlib import suppress
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import ScheduleError
@@ -34,9 +34,10 @@ from penstock.runtime.parallel.vocabulary import (
     ThreadLane,
 )
 from penstock.runtime.tensors.tensor_rows import TensorRows
+from penstock.runtime.torch_internals.tensors import assert_on_device
 from penstock.runtime.transport.group import Group
 from penstock.runtime.transport.processes import Processes
-from penstock.runtime.transport.subgroup import Subgroup
+from penstock.runtime.transport.subgroup import ProcessSubgroup, Subgroup, get_subgroup
 from penstock.runtime.transport.threads import VirtualGroup
 
 _WAIT = "all ranks to join a collective of the vocabulary"
@@ -62,7 +63,9 @@ class SpreadVocabulary:
         self.group, self.rank, self.deadline = group, rank, deadline
         lane: CollectiveLane = self._open_lane()
         self._lane: CollectiveLane | None = lane
-        """None after a failure, until the next step."""
+        """None after a failed step, until the next one."""
+        self._generation = group.generation
+        """That of the group when the lane was opened: a rank may learn of a failure between steps, and have its lane still."""
         self.names = {"embedding": "", "head": ""}
         """The names of the two layers in the model."""
         self.are_tied = ends.are_tied
@@ -176,19 +179,23 @@ class SpreadVocabulary:
             if feed.targets is None and training:
                 raise ScheduleError("every rank has a share of the head and the loss: give every rank the target of the step")
             for targets in feed.targets or ():
-                if not isinstance(targets, Tensor) or targets.is_floating_point():
+                if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.dtype is torch.bool:
                     raise ScheduleError("the target of a head that is spread over the ranks is a tensor of token numbers")
                 if flat and targets.dim() != 1:
                     raise ScheduleError(
                         f"targets have {targets.dim()} dimensions, for which cross_entropy expects the vocabulary in dimension 1 of the "
                         "output: give loss_fn=TokenCrossEntropy()"
                     )
-                _check_range(targets, self._rows["head"], "target", ignored=self.entropy.ignore_index)
-            self.targets = None if feed.targets is None else list(map(self.entropy.align, feed.targets))
+            self.targets = None if feed.targets is None else [targets.long() for targets in feed.targets]
+            if self.targets is not None:
+                _check_range(self.targets, self._rows["head"], "target", ignored=self.entropy.ignore_index)
+                self.targets = list(map(self.entropy.align, self.targets))
         if self.head is not None and not training:
             self._agree_on_targets(feed)
-        if self._lane is None:
-            self._lane = self._open_lane()
+        self.group.enter(self.rank, self.deadline)
+        if self._lane is None or self._generation != self.group.generation:
+            self.abandon()
+            self._lane, self._generation = self._open_lane(), self.group.generation
             for layer in (self.embedding, self.head):
                 if layer is not None:
                     layer.restart(self._lane)
@@ -211,7 +218,9 @@ class SpreadVocabulary:
                     "every rank has a share of the embedding: give every rank the tokens, as the only positional argument of the step, or "
                     "to a transformers model as input_ids in it"
                 )
-            _check_range(tokens, self._rows["embedding"], "token")
+            if tokens.dtype not in (torch.int64, torch.int32):
+                raise ScheduleError(f"the tokens are {tokens.dtype}, but an embedding takes torch.int64 or torch.int32: give tokens.long()")
+        _check_range(everything, self._rows["embedding"], "token")
         return everything
 
     def _agree_on_targets(self, feed: StepInput) -> None:
@@ -253,9 +262,9 @@ class SpreadVocabulary:
             gather("lane of the vocabulary", None)  # nobody asks who has joined before all have a lane
             return virtual
         assert isinstance(parent, Processes)
-        processes = gather("lane of the vocabulary", dist.get_rank())
-        group = dist.new_group(sorted(processes), timeout=timedelta(seconds=self.deadline), use_local_synchronization=True)
-        lane = ProcessLane(group, processes)
+        members = self.group if isinstance(self.group, ProcessSubgroup) else get_subgroup(parent, parent.members)
+        name = gather("lane of the vocabulary", uuid4().hex)[0]  # each pipeline's, and again after failures
+        lane = ProcessLane(members.connect(f"vocabulary/{name}", self.deadline))
         lane.before_take, lane.on_take = partial(self._wait_for_processes, parent), self._note_waited
         return lane
 
@@ -291,11 +300,16 @@ class SpreadVocabulary:
             activity.watch.begin_again()
 
 
-def _check_range(numbers: Tensor, rows: int, what: str, ignored: int | None = None) -> None:
-    """Refuse numbers outside of the vocabulary; those on a device are not looked at, because the host would wait for them."""
-    if not is_on_host(numbers):
+def _check_range(numbers: Sequence[Tensor], rows: int, what: str, ignored: int | None = None) -> None:
+    """Refuse numbers outside of the vocabulary. Those on a device are checked there, because the host would wait for them."""
+    together = torch.cat([part.flatten() for part in numbers])
+    if not is_on_host(together):
+        inside = (together >= 0) & (together < rows)
+        inside = inside if ignored is None else inside | (together == ignored)
+        with suppress(NotImplementedError):  # on devices that have no such check
+            assert_on_device(inside.all(), f"a {what} is outside of the vocabulary of {rows} rows")
         return
-    counted = numbers if ignored is None else numbers[numbers != ignored]
+    counted = together if ignored is None else together[together != ignored]
     if counted.numel():
         low, high = (int(end) for end in torch.aminmax(counted))
         if low < 0 or high >= rows:

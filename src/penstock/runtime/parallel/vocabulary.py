@@ -37,10 +37,11 @@ from torch.nn import functional
 
 from penstock.errors import PipelineError
 from penstock.runtime.batch.loss import NO_MAP, LogitMap
+from penstock.runtime.device.connections import broadcast_options
 from penstock.runtime.device.rows import scale_rows, take_softmax
 from penstock.runtime.device.streams import create_streams, record_event, record_use, use_stream, wait_event
 from penstock.runtime.device.timing import mark_time
-from penstock.runtime.torch_internals.tensors import post_accumulate_hooks
+from penstock.runtime.torch_internals.tensors import gradient_hooks, post_accumulate_hooks
 from penstock.runtime.transport.group import do_nothing
 from penstock.text.numbers import format_count
 
@@ -48,6 +49,7 @@ _LOOK = timedelta(seconds=0.2)
 """How long a thread waits for a collective of processes before it looks whether these were abandoned."""
 
 
+_ABANDONED = "the collectives were abandoned after a failure"
 _MOST_DIMENSIONS = 8
 """Of the head's input, if its shape travels with it."""
 
@@ -179,29 +181,36 @@ class CollectiveLane(ABC):
 
 
 class ProcessLane(CollectiveLane):
-    """The collectives of processes, by torch.distributed.
+    """The collectives of processes, by a process group of torch.distributed, by default that of all processes.
 
-    The group should have no other traffic, because a message between two of its ranks may come between its collectives. `processes` are
-    the processes in the order of their ranks, if that is not the order of the group, as for a cluster plan that reorders them.
+    The group should have no other traffic, because a message between two of its ranks may come between its collectives. It may also be one
+    that torch.distributed does not know, such as a `torch.distributed.ProcessGroupGloo`.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, processes: Sequence[int] | None = None) -> None:
-        self.processes = list(dist.get_process_group_ranks(group or dist.group.WORLD) if processes is None else processes)
-        super().__init__(self.processes.index(dist.get_rank()), len(self.processes))
-        self.group = group
+    def __init__(self, group: Any = None) -> None:
+        world: Any = dist.group.WORLD
+        if group is None and world is None:
+            raise PipelineError("torch.distributed is not initialised: call init_process_group first, or give a process group")
+        self.group = world if group is None else group
+        super().__init__(self.group.rank(), self.group.size())
+        self._is_own = group is not None
         self._abandoned = False
 
     def broadcast(self, value: Tensor, source: int) -> Tensor:
-        return self._wait(dist.broadcast(value, self.processes[source], group=self.group, async_op=True), value)
+        return self._wait(self.group.broadcast([value], broadcast_options(source)), value)
 
     def sum_on(self, target: int, value: Tensor) -> Tensor:
-        return self._wait(dist.reduce(value, self.processes[target], group=self.group, async_op=True), value)
+        options = dist.ReduceOptions()
+        options.rootRank = target
+        return self._wait(self.group.reduce([value], options), value)
 
     def sum_everywhere(self, value: Tensor) -> Tensor:
-        return self._wait(dist.all_reduce(value, group=self.group, async_op=True), value)
+        return self._wait(self.group.allreduce([value]), value)
 
     def find_largest(self, value: Tensor) -> Tensor:
-        return self._wait(dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group, async_op=True), value)
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        return self._wait(self.group.allreduce([value], options), value)
 
     def _wait(self, work: Any, value: Tensor) -> Tensor:
         """The value after a collective. A wait of gloo's cannot be interrupted, so it is made of short ones; NCCL's do not block."""
@@ -209,15 +218,15 @@ class ProcessLane(CollectiveLane):
             with suppress(RuntimeError):  # not yet
                 work.wait(_LOOK)
             if self._abandoned:
-                raise PipelineError("the collectives were abandoned after a failure")
+                raise PipelineError(_ABANDONED)
         work.wait()
         return value
 
     def abandon(self) -> None:
-        """Also aborts the group, which must be one of this lane's own: NCCL collectives in progress would never end."""
+        """Also aborts the group, which must be one of this lane's own: collectives in progress would last until their deadline."""
         self._abandoned = True
         super().abandon()
-        if self.group is not None:
+        if self._is_own:
             self.group.abort()
 
 
@@ -241,6 +250,7 @@ class ThreadLane(CollectiveLane):
 
     def abandon(self) -> None:
         super().abandon()
+        self._shared.abandoned = True
         self._shared.barrier.abort()
 
     def broadcast(self, value: Tensor, source: int) -> Tensor:
@@ -268,6 +278,8 @@ class MeetingPoint:
         self.events: list[Any] = [None] * ranks
         self.lanes: list[ThreadLane | None] = [None] * ranks
         self.timeout, self.barrier = timeout, threading.Barrier(ranks)
+        self.abandoned = False
+        """Whether any rank has abandoned its lane."""
 
     @contextmanager
     def meet(self, rank: int, value: Tensor) -> Iterator[list[Tensor]]:
@@ -283,6 +295,8 @@ class MeetingPoint:
         try:
             self.barrier.wait(self.timeout)
         except threading.BrokenBarrierError:
+            if self.abandoned:
+                raise PipelineError(_ABANDONED) from None
             raise PipelineError(f"not all of {len(self.values)} ranks have joined a collective within {self.timeout:g} s") from None
         for event in self.events:
             wait_event(event)
@@ -321,21 +335,28 @@ class _RowShard:
 
     def _find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Which tokens are rows of this rank, and their places among these rows; any rows, about equally often, for the others."""
-        place = tokens - self.first
+        place = tokens.long() - self.first  # types with few digits would wrap around
         own = (place >= 0) & (place < len(self.weight))
         return own, place.remainder(len(self.weight))
 
 
 def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Add to a parameter's gradient, and run its post-accumulate hooks, as autograd does."""
+    """Add to a parameter's gradient, and run its hooks, as autograd does."""
     gradient = gradient.to(parameter.dtype)
+    hooks = gradient_hooks(parameter)
+    for hook in list(hooks.values()) if hooks else ():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
     _run_hooks(parameter)
 
 
 def _add_product(parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
-    """The same for the product of two matrices, which is added as it is computed."""
-    parameter.grad = left @ right if parameter.grad is None else parameter.grad.addmm_(left, right)
+    """The same for the product of two matrices, which is added as it is computed unless a hook wants it alone."""
+    if parameter.grad is None or gradient_hooks(parameter):
+        _add_gradient(parameter, left @ right)
+        return
+    parameter.grad.addmm_(left, right)
     _run_hooks(parameter)
 
 
@@ -365,6 +386,8 @@ class _Share(NamedTuple):
     """Whether the target is a row of this rank and counts."""
     place: Tensor
     """The row of the target among those of this rank; any row if it has another."""
+    counts: Tensor
+    """Whether the target counts."""
     scale: Tensor
     """How much the loss of each token counts, times the scale of the logits."""
 
@@ -474,7 +497,7 @@ class SpreadHead(_RowShard):
         """
         hidden = self.lane.take(self._inputs.pop(unit))
         shape = hidden.shape[:-1]
-        hidden, targets = hidden.view(-1, hidden.shape[-1]), targets.reshape(-1)
+        hidden, targets = hidden.view(-1, hidden.shape[-1]), targets.reshape(-1).long()
         if len(targets) != len(hidden):
             raise PipelineError(f"microbatch {unit} has {len(hidden)} tokens, but {len(targets)} targets")
         counts = targets != self.ignore_index
@@ -491,7 +514,7 @@ class SpreadHead(_RowShard):
             softmax = logits if slopes is None else logits.mul_(slopes).to(output.dtype)
             gradient = (softmax @ self.weight).to(self.dtype) if gradients else None
         kept = softmax if gradients and self._trains else None
-        self._shares[unit] = _Share(hidden if gradients else None, kept, log_total, picked, gradient, slope, own, place, scale)
+        self._shares[unit] = _Share(hidden if gradients else None, kept, log_total, picked, gradient, slope, own, place, counts, scale)
         return returned
 
     def _compute_slopes(self, logits: Tensor) -> Tensor | None:
@@ -515,7 +538,7 @@ class SpreadHead(_RowShard):
         total, picked = self.lane.sum_everywhere(torch.stack(((share.log_total - largest).exp(), share.picked)))
         log_total = largest + total.log()
         factor = (share.log_total - log_total).exp().to(self.dtype)
-        losses = torch.where(share.scale != 0, log_total - picked, 0.0).to(self.dtype)
+        losses = torch.where(share.counts, log_total - picked, 0.0).to(self.dtype)
         if share.hidden is None or share.gradient is None:
             return _Combined(factor, losses, None)
         slope = share.own if share.slope is None else share.own * share.slope
@@ -621,7 +644,8 @@ class SpreadEmbedding(_RowShard):
             own &= tokens != self.padding_idx
         # Tokens of other ranks add zeros: to select those of this rank, the host would have to wait for the device.
         added = torch.where(own[..., None], gradient, 0.0).to(self.weight.dtype).flatten(0, -2)
-        if self.weight.grad is None:
-            self.weight.grad = torch.zeros_like(self.weight.detach())
+        if self.weight.grad is None or gradient_hooks(self.weight):
+            _add_gradient(self.weight, torch.zeros_like(self.weight.detach()).index_add_(0, place.flatten(), added))
+            return
         self.weight.grad.index_add_(0, place.flatten(), added)
         _run_hooks(self.weight)

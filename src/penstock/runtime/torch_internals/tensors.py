@@ -29,6 +29,8 @@ identify_storage: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 sparse_values: Callable[[Tensor], Tensor] = methodcaller("_values")
 """The values of a sparse tensor themselves, not a detached copy."""
 count_sparse_values: Callable[[Tensor], int] = methodcaller("_nnz")
+assert_on_device: Callable[[Tensor, str], None] = find_private("torch._assert_async")
+"""Fails on the device if a tensor of one element is not true, as torch's own layers do; the host does not wait for it."""
 unsafe_view: Any = find_private("torch.ops.aten._unsafe_view")
 """A view that autograd does not treat as one: changing it in place does not rewrite the history of its base."""
 

@@ -208,6 +208,11 @@ class Group(ABC):
     shares_memory = False
     """Whether the receiver gets the sender's own tensor rather than a copy."""
 
+    @property
+    @abstractmethod
+    def generation(self) -> int:
+        """A number that grows with each failure that is over: the same on all ranks that have entered since."""
+
     @abstractmethod
     def number_pipeline(self, rank: int) -> int:
         """The number of a new pipeline, equal on all ranks: it tells the messages of one pipeline from those of another."""
@@ -269,5 +274,5 @@ def describe_other_program(group: Group, source: int, rank: int) -> str:
     """The error text for a message that belongs to another program than the one its reader runs."""
     return (
         f"{group.describe_rank(source)} runs another step than {group.describe_rank(rank)}: give all ranks the same count of "
-        "microbatches, and make the same calls on all"
+        "microbatches and the same order, and make the same calls on all"
     )

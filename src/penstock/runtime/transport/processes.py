@@ -68,6 +68,7 @@ class Processes(Group):
     """
 
     parallel = True
+    generation = -1
 
     def __init__(self, store: Any, rank: int, ranks: int, deadline: float, transport: str = "auto", *, returning: bool = False) -> None:
         self.rank, self.ranks = rank, ranks
@@ -87,10 +88,11 @@ class Processes(Group):
         """A second name of each rank for messages, if any: its place in a device mesh."""
         self.subgroups: dict[tuple[int, ...], Any] = {}
         """The groups that some of these ranks form, by their members."""
+        self.recovery: Any = None
+        """Makes the calls of these ranks' pipelines again when ranks are lost, if any pipeline goes on then."""
         self.ends = ChannelEnds()
         """Everything that may have messages in progress."""
         self.forms = FormAgreements()
-        self.generation = -1
         self._connecting: FailureBoard | None = None
         """The board of the generation under which this rank is about to meet the others."""
         self.connection: Any = None

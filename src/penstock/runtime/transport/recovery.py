@@ -3,6 +3,8 @@
 A call ends with an exchange between all ranks, in which it is decided: if any rank has completed the exchange, all have entered it, so each
 has everything that it needs to complete the call. When ranks are lost, the others meet again and compare how many calls they have
 completed. A rank that is one call behind completes it with the result of another; if none is ahead, all of them run the call again.
+
+Calls count across all pipelines of the ranks, because one rank may have completed a call of one pipeline and be in a call of another.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from penstock.errors import LostRankError
 from penstock.runtime.transport.group import Group, do_nothing
@@ -32,14 +35,27 @@ class Prepared:
     """Completes the call with the result of its last exchange; returns what the call returns."""
 
 
-class Recovery:
-    """The calls of one pipeline on the ranks of a mesh.
+class RecoveredPipeline(Protocol):
+    """The part of a pipeline that goes on with the ranks that are left."""
 
-    `run` makes a call, which must end with `decide`, and makes it again if ranks are lost in it. `regroup` is called after each loss, when
-    the ranks that are left have met again and before a call is repeated: it prepares the pipeline for them, and may exchange values.
+    @property
+    def number(self) -> int:
+        """Its number among the pipelines of this process, the same on all ranks."""
+        ...
+
+    def regroup(self) -> None:
+        """Prepare for the ranks that are left; called on all of them after a loss, when they have met again. May exchange values."""
+        ...
+
+
+class Recovery:
+    """The calls of all pipelines on the ranks of a mesh, see `find_recovery`.
+
+    `run` makes a call, which must end with `decide`, and makes it again if ranks are lost in it. Before a call is repeated, all pipelines
+    that were added are prepared for the ranks that are left.
     """
 
-    def __init__(self, group: Processes, deadline: float, regroup: Callable[[], None]) -> None:
+    def __init__(self, group: Processes, deadline: float) -> None:
         self.group, self.deadline = group, deadline
         self.done = 0
         """How many calls this rank has completed."""
@@ -47,10 +63,19 @@ class Recovery:
         """The result of the last exchange of the last of them."""
         self.alone = False
         """Whether this process has come back in the place of a lost rank and has not run a step yet: its calls are its own until then."""
-        self._regroup = regroup
-        self._members = group.members
+        self._pipelines: WeakValueDictionary[int, RecoveredPipeline] = WeakValueDictionary()
         self._prepared: Prepared | None = None
         self._running = self._repeating = False
+
+    def add(self, pipeline: RecoveredPipeline, deadline: float) -> None:
+        """Prepare this pipeline too after losses, for as long as it is there; waits last up to the longest deadline of all."""
+        self._pipelines[pipeline.number] = pipeline
+        self.deadline = max(self.deadline, deadline)
+
+    @property
+    def pipelines(self) -> int:
+        """How many pipelines there are."""
+        return len(self._pipelines)
 
     def run(self, call: Callable[[], T]) -> T:
         """Make a call; a call within another is part of it."""
@@ -60,8 +85,6 @@ class Recovery:
         try:
             while True:
                 try:
-                    if self._members != self.group.members:  # lost in a call of another pipeline
-                        self._go_on()
                     return call()
                 except LostRankError as error:
                     if error.lost is None:
@@ -111,13 +134,11 @@ class Recovery:
         """Take part, in a process that has come back, in the call in which the others let it in; returns the values of all ranks."""
         values = self.group.gather(self.group.rank, READMITTED, (self.done, value), self.deadline)
         self.done, self.result, self.alone = max(done for done, _ in values) + 1, values, True
-        self._members = self.group.members
         return [sent for _, sent in values]
 
     def let_in(self, value: Any) -> list[Any]:
         """End the call in which a process comes back: the counterpart of `join` on all other ranks."""
         values = self.decide(READMITTED, (self.done, value), do_nothing, lambda values: values)
-        self._members = self.group.members
         return [sent for _, sent in values]
 
     def _recover(self) -> tuple[bool, Any]:
@@ -150,5 +171,15 @@ class Recovery:
             prepared.undo()
 
     def _go_on(self) -> None:
-        self._regroup()
-        self._members = self.group.members
+        """Prepare the pipelines that all ranks still have; a rank may have let go of one already that others are about to let go of."""
+        pipelines = dict(self._pipelines)
+        for number in sorted(set.intersection(*self.group.gather(self.group.rank, "pipelines", set(pipelines), self.deadline))):
+            pipelines[number].regroup()
+
+
+def find_recovery(group: Processes, deadline: float) -> Recovery:
+    """Return the recovery of a group's ranks, which all its pipelines share."""
+    if group.recovery is None:
+        group.recovery = Recovery(group, deadline)
+    recovery: Recovery = group.recovery
+    return recovery

@@ -61,6 +61,10 @@ class Subgroup(Group):
         The members must have just met in a `gather`, so that none of them waits for one that has failed.
         """
 
+    @property
+    def generation(self) -> int:
+        return self.parent.generation
+
     def describe_rank(self, rank: int) -> str:
         return self.parent.describe_rank(self.members[rank])
 
@@ -124,11 +128,18 @@ class ProcessSubgroup(Subgroup):
         self.enter(self.rank, deadline)
         generation = self.parent.generation
         if self._collectives is None or self._collectives[0] != generation:
-            store = PrefixStore(f"slice/{self._name}", self.parent.board.store)
-            self._wait_for_members(store, deadline)
-            connect = connect_devices if self.direct else self._connect_gloo
-            self._collectives = generation, connect(store, self.rank, self.ranks, deadline)
+            self._collectives = generation, self.connect(f"slice/{self._name}", deadline)
         return self._collectives[1]
+
+    def connect(self, name: str, deadline: float) -> Any:
+        """A new process group of the members under a name that they have not used since the last failure. They must have just met.
+
+        Its connections close when nothing refers to it.
+        """
+        store = PrefixStore(name, self.parent.board.store)
+        self._wait_for_members(store, deadline)
+        connect = connect_devices if self.direct else self._connect_gloo
+        return connect(store, self.rank, self.ranks, deadline)
 
     def _wait_for_members(self, store: Any, deadline: float) -> None:
         """Wait until all members are about to connect. Raises if a rank fails before it comes, for which torch would wait all the time."""

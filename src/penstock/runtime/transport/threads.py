@@ -58,6 +58,7 @@ class VirtualGroup(Group):
     """The virtual ranks of one `launch`: the channels between them, their failures, and whose turn it is."""
 
     shares_memory = True
+    generation = 0
 
     def __init__(self, ranks: int, *, parallel: bool = False) -> None:
         self.ranks = ranks
@@ -192,6 +193,7 @@ class VirtualGroup(Group):
             if self.failure.fatal or len(self.failure.raised | self._ended) < self.ranks:
                 return False
             self.failure = None
+            self.generation += 1
             for channel in self._channels.values():  # emptied, not replaced: executors refer to them
                 channel.messages.clear()
                 channel.posted.clear()
