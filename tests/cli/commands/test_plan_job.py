@@ -6,8 +6,10 @@ import json
 from dataclasses import replace
 
 import pytest
+import typer
 
 import penstock as ps
+from penstock.cli.app import app
 
 SIZES = {"layers": 4, "hidden": 64, "heads": 4, "sequence": 128, "vocabulary": 512}
 TEXT = " ".join(f"{name}={value}" for name, value in SIZES.items())
@@ -76,11 +78,31 @@ def test_wrong_usage_exits_with_2(refused, args, message):
     assert message in refused(2, *args)
 
 
+FOR_BOTH = "profile transformer memory_limit headroom schedules microbatch_sizes latency bandwidth vocabulary recompute as_json output gpus"
+
+
+def list_options() -> list[str]:
+    """Every option of the command that is for a whole job or for one pipeline only, as it is written."""
+    command = typer.main.get_command(app).commands["plan"]
+    rest = [one for one in command.params if one.name not in FOR_BOTH.split()]
+    return [(one.secondary_opts or one.opts)[-1] for one in rest]
+
+
+@pytest.mark.parametrize("option", list_options())
+def test_no_option_is_ignored(run, option):
+    """Each is refused either with --gpus or without; other mistakes of these commands are found after that."""
+    given = [option] if option in ("--offload", "--no-barrier", "--no-split") else [option, "x.svg" if option == "--figure" else "4"]
+    job = run("plan", "--transformer", TEXT, "--gpus", 4, *given)
+    pipeline = run("plan", "--transformer", TEXT, *given)
+    is_refused = [f"{option} does not go with --gpus" in job.err, f"{option} is for planning a whole job: add --gpus" in pipeline.err]
+    assert (job.code, pipeline.code, sorted(is_refused)) == (2, 2, [False, True])
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--tensor", "3"], "tensor=3 does not divide heads=4"),
-        (["--data", "3"], "leaves data=4 of 4 GPUs, not 3"),
+        (["--tensor", "3"], "tensor=3 does not divide gpus=4"),
+        (["--data", "3"], "data=3 does not divide gpus=4"),
         (["--memory-limit", "900KB"], "no configuration fits"),
     ],
 )

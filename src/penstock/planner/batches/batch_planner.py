@@ -185,7 +185,7 @@ class BatchPlanner:
         self.samples = check_count("samples", samples, error=ScheduleError)
         self.tries = None if tries is None else check_count("tries", tries, 0, error=ScheduleError)
         self.lengths = self._read_shares(sequence, quadratic)
-        if isinstance(schedules, str):
+        if schedules is not None and (isinstance(schedules, str) or not isinstance(schedules, Iterable)):
             raise ScheduleError(f"schedules must be a list of names, got {schedules!r}: give [{schedules!r}]")
         self.names = None if schedules is None else tuple(map(self._check_name, schedules))
         self._loops = get_loops()
@@ -349,7 +349,7 @@ def _read_source(source: Any, costs: Costs | None, split: bool) -> tuple[Problem
             raise CostsError("a schedule does not say what its stages take: give costs=, or a plan")
         schedule = source
         splits = split or bool(schedule.rows.is_kind(Kind.I).any())
-        problem = Problem(schedule.placement, schedule.microbatches, costs, split=splits)
+        problem = Problem(schedule.placement, schedule.microbatches, check_costs(costs), split=splits)
     else:
         raise CostsError(f"batches are planned from a Plan, or a Schedule with costs=, got {type(source).__name__}")
     if not schedule.training or schedule.slices > 1:
