@@ -30,6 +30,19 @@ def test_report_and_file_equal_the_library_s(run, tmp_path):
     assert json.loads((tmp_path / "job.json").read_text()) == json.loads(json.dumps(wanted.to_json()))
 
 
+def test_other_commands_read_the_plan_of_a_job(run, tmp_path):
+    file, script = tmp_path / "job.json", tmp_path / "train.py"
+    plan = ps.plan_job(job(), pipeline=2, tensor=1, sharding=1, vocabulary="ends", schedules="1f1b")
+    plan.save(file)
+    script.write_text("")
+    assert json.loads(run("simulate", file, "--json").out)["makespan"] == plan.seconds
+    assert " ms" in run("simulate", file).out  # in seconds, as the plan
+    assert json.loads(run("compare", file, "--json").out)["results"][0]["timeline"]["makespan"] == plan.seconds
+    assert run("show", file).out.startswith("1f1b schedule: linear placement, 2 ranks")
+    assert run("verify", file).code == 0
+    assert f"{file} is the plan of a whole job" in run("train", script, "--schedule", file).err
+
+
 def test_a_profile_is_planned_as_by_the_library(run, tmp_path):
     layers = [ps.Layer(f=1.0, i=1.0, w=1.0, activation=1e5, output=1e4, parameters=1e5, gradients=1e5, optimizer=2e5)] * 4
     profile = ps.Profile(layers, time_unit="ms", size_unit="B")

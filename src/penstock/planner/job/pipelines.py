@@ -49,8 +49,10 @@ _LIKE, _JOINS_LIKE = 2.0, 4.0
 """Shares, and their collectives, whose times differ by less than these factors have one order."""
 _LEAST_RATIO = 0.01
 """A time below this part of a stage's forward counts as so long."""
-_NEAR = 0.003
-"""An order that is slower than the best by no more than this share is placed anew for its own costs."""
+_NEAR, _NEAR_IF_SHORT = 0.003, 0.1
+"""An order that is slower than the best by no more than this share is placed anew for its own costs; short ones gain more by that."""
+_SHORT = 1000
+"""Compute actions of the longest order that counts as short."""
 _MOST_PLACED = 150_000
 """Compute actions of the longest order that is placed anew, and in which S and T are placed at all once a configuration fits."""
 _MOST_KEPT = 1_000_000
@@ -99,6 +101,11 @@ class ScheduleTemplate:
     def __len__(self) -> int:
         """Its actions."""
         return len(self.candidate.schedule.rows.codes)
+
+    @property
+    def near(self) -> float:
+        """By what share it may be slower than the best to be placed anew for its own costs."""
+        return _NEAR_IF_SHORT if len(self) <= _SHORT else _NEAR
 
     @property
     def splits(self) -> bool:
@@ -246,11 +253,11 @@ class PipelineTrials:
         costs = self._make_problem(order, shares.sizes, shares.recomputed).costs
         tried: list[ScheduleTrial] = []
         for ahead in _AHEAD[:2]:
-            tried.append(self._try(self.templates.place(template, costs, self._make_vocabulary(ahead)), best * (1 + _NEAR)))
+            tried.append(self._try(self.templates.place(template, costs, self._make_vocabulary(ahead)), best * (1 + template.near)))
             if not tried[-1].excess and not any(tried[-1].recomputed):
                 break
         trial = min(tried, key=lambda trial: (trial.seconds, trial.excess))
-        return self._place_anew(trial, template) if self.places_anew and trial.seconds < best * (1 + _NEAR) else trial
+        return self._place_anew(trial, template) if self.places_anew and trial.seconds < best * (1 + template.near) else trial
 
     def _make_vocabulary(self, ahead: int) -> Vocabulary:
         embedding, head = self.costs.configuration.shared_ends

@@ -85,10 +85,10 @@ class JobPlan:
         """Microbatches per step of each replica."""
         return self.pipeline.candidate.microbatches
 
-    @property
+    @cached_property
     def predicted(self) -> Timeline:
         """The pipeline of one replica, with reduction and update."""
-        return self.pipeline.candidate.timeline
+        return self.pipeline.candidate.timeline.in_units(self.units)
 
     @cached_property
     def proof(self) -> Proof:
