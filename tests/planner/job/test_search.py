@@ -38,6 +38,18 @@ def test_the_choice_is_the_best_of_all_configurations(memory, optimizer):
         assert trial.verdict != Verdict.OVER or every[trial.configuration] == math.inf
 
 
+@pytest.mark.parametrize(
+    ("layers", "gpus", "values"), [(4, 8, {"memory": 4e6}), (8, 4, {"memory": 2.5e6, "bandwidth": 2e8, "optimizer": "muon"})]
+)
+def test_no_vocabulary_alone_is_faster_than_the_choice_among_all(layers, gpus, values):
+    """Few microbatches over slow links, where the places of S and T decide."""
+    job = small_job(gpus, 7, model={"layers": layers}, node_bandwidth=2e9, **values)
+    names = (*SCHEDULES, "zbv")
+    free = ps.plan_job(job, schedules=names).seconds
+    alone = [ps.plan_job(job, schedules=names, vocabulary=vocabulary).seconds for vocabulary in ("ends", "head", "spread")]
+    assert free == min(alone)
+
+
 def test_memory_matters_to_that_choice():
     fitting = []
     for memory in (64e6, 3.1e6):
