@@ -312,3 +312,21 @@ def test_a_wrong_file_is_refused_by_name(text: str, reason: str, tmp_path: Path)
 def test_shares_of_a_vocabulary_are_as_fast_as_equal_devices() -> None:
     costs = Cluster([Device(speed=2.0), Device(speed=2.0)]).apply(ps.Costs(s=1.0, t=0.5), ps.Placement.linear(2))
     assert (costs.per_stage("s", 2), costs.per_stage("t", 2)) == ((0.5, 0.5), (0.25, 0.25))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('size_unit = "B"\n[[devices]]\nmemory = 40', r"memory=40 is that many bytes, because size_unit is B: write the unit, like 40GB"),
+        ('bandwidth = 12.5\ntime_unit = "s"\nsize_unit = "B"\n[[devices]]', r"bandwidth=12.5 is that many bytes per s, .* like 12.5GB"),
+        ('latency = 20\ntime_unit = "s"\n[[devices]]', r"latency=20 is in s, the time_unit: 20 us are 2e-05"),
+        (
+            'latency = [[0, 5], [2e6, 0]]\ntime_unit = "us"\n[[devices]]\n[[devices]]',
+            r"latency=2e\+06 is in us, the time_unit: 20 us are 20",
+        ),
+    ],
+)
+def test_a_file_with_numbers_of_another_unit_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text(text)
+    with pytest.raises(FileFormatError, match=reason):
+        Cluster.load(tmp_path / "cluster.toml")
