@@ -167,10 +167,10 @@ def name_extra(extra: str) -> str:
     return f"install the extra {extra!r}, pip install '.[{extra}]' in a clone of Penstock"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """End of a sentence about an unknown name: the nearest known ones, then all of them."""
+def nearest(name: object, known: Iterable[str]) -> str:
+    """End of a sentence about an unknown name, which may be of any type: the nearest known ones, then all of them."""
     names = sorted(known)
     folded = {candidate.lower(): candidate for candidate in names}
-    close = [folded[c] for c in difflib.get_close_matches(name.lower(), folded, n=3, cutoff=0.5)]
+    close = [folded[c] for c in difflib.get_close_matches(str(name).lower(), folded, n=3, cutoff=0.5)]
     hint = f"did you mean {' or '.join(repr(c) for c in close)}? " if close else ""
     return f"{hint}known: {', '.join(names)}" if names else "there are none"

@@ -168,6 +168,19 @@ def test_a_plan_says_which_device_is_which_rank(mixed: ps.Plan) -> None:
     assert all(sorted(candidate.devices) == list(range(6)) for candidate in mixed.alternatives)
 
 
+def test_the_prediction_is_that_of_its_stages_on_their_devices(mixed: ps.Plan) -> None:
+    """Sums of layers, put on the devices by `Cluster.apply` alone, without the planner."""
+    sizes, cluster = mixed.partition, mixed.cluster
+    held = {name: [getattr(LAYER, name) * size for size in sizes] for name in ("f", "i", "w", "activation")}
+    costs = cluster.assign(mixed.devices).apply(ps.Costs(**held, output=LAYER.output), mixed.placement)
+    timeline = ps.simulate(ps.lower(mixed.schedule), costs)
+    assert timeline.makespan == pytest.approx(mixed.predicted.makespan, rel=1e-12)
+    layers = [sum(sizes[stage] for stage in mixed.placement.stages_of(rank)) for rank in range(len(cluster))]
+    assert [peak + count * LAYER.parameters for peak, count in zip(timeline.peak_memory, layers, strict=True)] == pytest.approx(
+        mixed.predicted.peak_memory
+    )
+
+
 def test_what_is_saved_is_loaded(mixed: ps.Plan, tmp_path: Path) -> None:
     mixed.save(tmp_path / "plan.json")
     loaded = ps.Plan.load(tmp_path / "plan.json")

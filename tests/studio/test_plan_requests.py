@@ -18,6 +18,7 @@ from penstock.simulator.timeline import Timeline
 from penstock.studio.plan_jobs import GRACE, PlanJobs, describe_candidate, run_plan
 from penstock.studio.plan_request import check_plan, read_plan_request
 from penstock.studio.server import application
+from planner.job.small_jobs import small_job
 from studio.page import Page
 
 LAYER = {"f": 5, "i": 7, "w": 3, "activation": 1, "weight_stash": 0.5, "parameters": 2}
@@ -267,6 +268,13 @@ def test_a_plan_file_opens_with_its_prediction(client: TestClient, page: Page, w
     predicted: Timeline = wanted.predicted
     assert made["source"] == {"kind": "plan", "name": wanted.name, "file": "plan.json"}
     assert page.ask(made, made["costs"])["timing"]["end"] == predicted.end.tolist()
+
+
+def test_the_plan_of_a_job_opens_with_the_prediction_of_one_replica(client: TestClient, page: Page):
+    plan = ps.plan_job(small_job(), pipeline=2, tensor=1, sharding=1, vocabulary="ends", schedules="1f1b")
+    made = client.post("/api/open", json={"name": "job.json", "content": json.dumps(plan.to_json())}).json()
+    assert made["source"] == {"kind": "plan", "name": "1f1b", "file": "job.json"}
+    assert page.ask(made, made["costs"])["timing"]["end"] == plan.predicted.end.tolist()
 
 
 # Clusters -------------------------------------------------------------------------------------------------------------

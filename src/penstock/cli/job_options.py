@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 from penstock.cli.options import count_option, read_counts, read_rate, read_time, text_option
@@ -78,6 +78,13 @@ class JobOptions:
         parts = (self.shares or "").replace(",", " ").split()
         values |= {f"{name}_share": share for name, share in read_assignments("--shares", parts, '"matmul=0.76 link=0.8"').items()}
         return Machines.from_fields(values) if self.gpu is None else Machines.of(self.gpu, **values)
+
+    def refuse_without_gpus(self) -> None:
+        """Refuse the options that only a whole job takes, if it is one pipeline that is planned."""
+        for field in fields(self):
+            if field.name not in {"gpus", "vocabulary"} and getattr(self, field.name) != field.default:
+                option = f"--{field.name.replace('_', '-')}"
+                raise UsageError(f"{option} is for planning a whole job: add --gpus with the number of GPUs, or leave {option} out")
 
     @property
     def may_spread(self) -> bool:

@@ -12,13 +12,11 @@ import typer
 
 from penstock.errors import CostsError, FileFormatError, UsageError
 from penstock.schedules.registry import CLASS_NAMES, algorithms
-from penstock.text.units import SECONDS, has_byte_unit, parse_size, parse_time, seconds_per
+from penstock.text.units import LEAST_BYTES, SECONDS, has_byte_unit, parse_size, parse_time, seconds_per
 
 STDOUT = Path("-")
 TEXT = ("", ".txt", ".md", ".log")
 """Suffixes of files that hold the text that would be printed."""
-LEAST_BYTES = 2**16
-"""A limit of fewer bytes must be written with a unit."""
 
 
 def read_count(text: str) -> int:

@@ -312,13 +312,17 @@ class TimelineSource:
     def _saved(self) -> Timeline | None:
         """The timeline in the file, or the prediction of the plan in it."""
         data = read_json_object(Path(self.source.source))
-        if data is None or data.get("type") not in ("timeline", "plan"):
+        if data is None or data.get("type") not in ("timeline", "plan", "job-plan"):
             return None
         self.source.refuse_shape()
         if data["type"] == "plan":
             from penstock.planner.plan_file import decode as decode_plan
 
             return decode_plan(data, self.source.source).predicted
+        if data["type"] == "job-plan":
+            from penstock.planner.job.plan_file import decode as decode_job_plan
+
+            return decode_job_plan(data, self.source.source).predicted
         from penstock.simulator.timeline_json import decode
 
         return decode(data, self.source.source)

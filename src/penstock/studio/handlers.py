@@ -162,6 +162,7 @@ def _read_json_document(data: Any, name: str) -> Document:
     kind = data.get("type") if isinstance(data, dict) else None
     readers: dict[Any, Callable[[], Document]] = {
         "plan": lambda: _plan_document(data, name),
+        "job-plan": lambda: _job_plan_document(data, name),
         "timeline": lambda: _build_timeline_document(decode(data, name), name),
         "schedule": lambda: table_document(json_form.decode(data, name), name),
         "program": lambda: table_document(json_form.decode(data, name), name),
@@ -190,6 +191,17 @@ def _plan_document(data: Any, name: str) -> Document:
     devices = None if plan.cluster is None else plan.cluster.assign(plan.devices).devices
     limit = _simplify_limit(plan.memory_limit)
     return document(plan.program, plan.costs, source=source, memory_limit=limit, units=units, devices=devices, cluster=plan.cluster)
+
+
+def _job_plan_document(data: Any, name: str) -> Document:
+    """The pipeline of one replica."""
+    from penstock.planner.job.plan_file import decode
+
+    plan = decode(data, name)
+    program = lower(plan.schedule)
+    check_table(program)
+    source = {"kind": "plan", "name": plan.name, "file": name}
+    return document(program, plan.costs, source=source, memory_limit=plan.job.limit, units=("s", "B"))
 
 
 def table_document(table: Table, name: str) -> Document:

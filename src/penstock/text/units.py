@@ -15,6 +15,8 @@ SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 """The units of time, in seconds, the largest first."""
 BYTES = {"B": 1} | {f"{p}{u}": b**n for u, b in (("B", 1000), ("iB", 1024)) for n, p in enumerate("KMGTP", start=1)}
 """The units of size, in bytes."""
+LEAST_BYTES = 2**16
+"""Fewer bytes of memory, or bytes per second, are never meant: the unit was forgotten."""
 _SHOWN, _LARGE = 100, 10**100
 """Characters of a wrong value that an error shows, and whole numbers that it does not show at all."""
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")

@@ -6,8 +6,10 @@ import json
 from dataclasses import replace
 
 import pytest
+import typer
 
 import penstock as ps
+from penstock.cli.app import app
 
 SIZES = {"layers": 4, "hidden": 64, "heads": 4, "sequence": 128, "vocabulary": 512}
 TEXT = " ".join(f"{name}={value}" for name, value in SIZES.items())
@@ -26,6 +28,19 @@ def test_report_and_file_equal_the_library_s(run, tmp_path):
     wanted = ps.plan_job(job(), schedules="1f1b")
     assert result.out == f"{wanted.report()}\n\nsaved to {tmp_path / 'job.json'}\n"
     assert json.loads((tmp_path / "job.json").read_text()) == json.loads(json.dumps(wanted.to_json()))
+
+
+def test_other_commands_read_the_plan_of_a_job(run, tmp_path):
+    file, script = tmp_path / "job.json", tmp_path / "train.py"
+    plan = ps.plan_job(job(), pipeline=2, tensor=1, sharding=1, vocabulary="ends", schedules="1f1b")
+    plan.save(file)
+    script.write_text("")
+    assert json.loads(run("simulate", file, "--json").out)["makespan"] == plan.seconds
+    assert " ms" in run("simulate", file).out  # in seconds, as the plan
+    assert json.loads(run("compare", file, "--json").out)["results"][0]["timeline"]["makespan"] == plan.seconds
+    assert run("show", file).out.startswith("1f1b schedule: linear placement, 2 ranks")
+    assert run("verify", file).code == 0
+    assert f"{file} is the plan of a whole job" in run("train", script, "--schedule", file).err
 
 
 def test_a_profile_is_planned_as_by_the_library(run, tmp_path):
@@ -76,11 +91,31 @@ def test_wrong_usage_exits_with_2(refused, args, message):
     assert message in refused(2, *args)
 
 
+FOR_BOTH = "profile transformer memory_limit headroom schedules microbatch_sizes latency bandwidth vocabulary recompute as_json output gpus"
+
+
+def list_options() -> list[str]:
+    """Every option of the command that is for a whole job or for one pipeline only, as it is written."""
+    command = typer.main.get_command(app).commands["plan"]
+    rest = [one for one in command.params if one.name not in FOR_BOTH.split()]
+    return [(one.secondary_opts or one.opts)[-1] for one in rest]
+
+
+@pytest.mark.parametrize("option", list_options())
+def test_no_option_is_ignored(run, option):
+    """Each is refused either with --gpus or without; other mistakes of these commands are found after that."""
+    given = [option] if option in ("--offload", "--no-barrier", "--no-split") else [option, "x.svg" if option == "--figure" else "4"]
+    job = run("plan", "--transformer", TEXT, "--gpus", 4, *given)
+    pipeline = run("plan", "--transformer", TEXT, *given)
+    is_refused = [f"{option} does not go with --gpus" in job.err, f"{option} is for planning a whole job: add --gpus" in pipeline.err]
+    assert (job.code, pipeline.code, sorted(is_refused)) == (2, 2, [False, True])
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--tensor", "3"], "tensor=3 does not divide heads=4"),
-        (["--data", "3"], "leaves data=4 of 4 GPUs, not 3"),
+        (["--tensor", "3"], "tensor=3 does not divide gpus=4"),
+        (["--data", "3"], "data=3 does not divide gpus=4"),
         (["--memory-limit", "900KB"], "no configuration fits"),
     ],
 )

@@ -391,3 +391,21 @@ def test_no_other_shares_are_faster(devices: list[tuple[float, float, float]]) -
 def test_rows_that_fit_nowhere_are_shared_out_nowhere() -> None:
     assert share_rows([1.0, 1.0], most=[0.4, 0.5]) == ()
     assert share_rows([0.0, 0.0], most=[0.4, 0.6]) == pytest.approx([0.4, 0.6])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('size_unit = "B"\n[[devices]]\nmemory = 40', r"memory=40 is that many bytes, because size_unit is B: write the unit, like 40GB"),
+        ('bandwidth = 12.5\ntime_unit = "s"\nsize_unit = "B"\n[[devices]]', r"bandwidth=12.5 is that many bytes per s, .* like 12.5GB"),
+        ('latency = 20\ntime_unit = "s"\n[[devices]]', r"latency=20 is in s, the time_unit: 20 us are 2e-05"),
+        (
+            'latency = [[0, 5], [2e6, 0]]\ntime_unit = "us"\n[[devices]]\n[[devices]]',
+            r"latency=2e\+06 is in us, the time_unit: 20 us are 20",
+        ),
+    ],
+)
+def test_a_file_with_numbers_of_another_unit_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text(text)
+    with pytest.raises(FileFormatError, match=reason):
+        Cluster.load(tmp_path / "cluster.toml")

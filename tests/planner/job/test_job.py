@@ -31,7 +31,9 @@ def test_the_model_is_the_transformer_of_these_sizes():
     [
         ({"batch": 0}, "batch must be a whole number of at least 1, got 0"),
         ({"optimizer": "adma"}, "there is no optimizer 'adma': did you mean 'adam'"),
-        ({"headroom": 1.0}, "headroom"),
+        ({"headroom": 1.0}, "headroom must be a number of at least 0 and below 1, got 1.0"),
+        ({"headroom": "5%"}, "headroom must be a number of at least 0 and below 1, got '5%'"),
+        ({"model": {**SIZES, 5: 8}}, "a job's model has no field 5"),
         ({"model": {**SIZES, "flops": 1e12}}, "a job's model has no field 'flops'"),
         ({"model": {**SIZES, "experts": 8}}, "a job's model has no field 'experts'"),
         ({"model": {**SIZES, "heads": 5}}, "hidden=64 cannot be shared among heads=5"),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 import penstock as ps
 from penstock.errors import FileFormatError, PenstockError, PlanError
-from planner.job.small_jobs import profile_job, small_job
+from planner.job.small_jobs import profile_job, small_job, small_machines, unequal_profile
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def test_a_plan_with_a_shared_vocabulary_has_its_actions_in_its_file(vocabulary,
 
 
 def test_schedules_with_two_copies_of_the_model_share_no_vocabulary():
-    with pytest.raises(PlanError, match="only schedules with one copy of the model share the vocabulary"):
+    with pytest.raises(PlanError, match="it runs two copies of the model, but a job with the sizes"):
         ps.predict_job(small_job(), ps.Configuration(pipeline=4, vocabulary="spread"), schedule="chimera")
 
 
@@ -104,12 +105,13 @@ def test_schedules_with_two_copies_of_the_model_share_no_vocabulary():
         (("bound",), 1e9, "is false: its schedule takes"),
         (("partition",), [1, 1], "does not share 8 layers among 2 stages"),
         (("recomputed_layers",), [True] * 8, "and false for embedding and head"),
-        (("configuration", "pipeline"), 4, "tensor=1 x context=1 x pipeline=4 leaves data=1 of 4 GPUs, not 2"),
+        (("configuration", "pipeline"), 4, "pipeline=4 x data=2 x tensor=1 x context=1 = 8 does not divide gpus=4"),
         (("configuration", "microbatch"), 8, "the configuration asks for 2 ranks and 1 microbatches"),
-        (("configuration", "sharding"), 4, "'sharding' is 4"),
+        (("configuration", "sharding"), 4, "'configuration': sharding must be a whole number of at least 0 and at most 3, got 4"),
         (("configuration", "vocabulary"), "all", "there is no vocabulary 'all'"),
         (("configuration", "vocabulary"), "head", "shares nothing among the pipeline ranks, but the configuration has vocabulary='head'"),
-        (("configuration", "data"), "2", "'data' must be"),
+        (("configuration", "data"), "2", "'configuration': data must be a whole number of at least 1, got '2'"),
+        (("job", "model", "layers"), None, "layers must be a whole number of at least 1, got None"),
         (("job", "batch"), 7, "batch=7 cannot be shared among"),
         (("job", "profile"), {}, "either a model or a profile"),
         (("schedules",), [{"name": 1}], "'name' must be"),
@@ -154,12 +156,15 @@ def test_recompute_takes_longer_and_holds_less():
     ("options", "message"),
     [
         ({"tensor": 0}, "tensor must be a whole number of at least 1, got 0"),
+        ({"pipeline": 2.0}, "pipeline must be a whole number of at least 1, got 2.0"),
         ({"pipeline": ()}, "pipeline is empty"),
+        ({"vocabulary": 3}, "there is no vocabulary 3"),
+        ({"selective": "yes"}, "selective must be True or False, got 'yes'"),
         ({"sharding": 4}, "sharding must be a whole number of at least 0 and at most 3, got 4"),
         ({"vocabulary": "everywhere"}, "there is no vocabulary 'everywhere'"),
         ({"schedules": "2f2b"}, "there is no schedule '2f2b'"),
-        ({"schedules": "searched"}, "plan_job compares named schedules"),
-        ({"pipeline": 8}, "pipeline=8 is more than layers=6"),
+        ({"schedules": "searched"}, "jobs are planned with named schedules"),
+        ({"pipeline": 8}, "pipeline=8 does not divide gpus=4"),
     ],
 )
 def test_wrong_options_are_refused(options, message):
@@ -167,8 +172,43 @@ def test_wrong_options_are_refused(options, message):
         ps.plan_job(small_job(), **options)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pipeline": 0}, "pipeline must be a whole number of at least 1, got 0"),
+        ({"tensor": "2"}, "tensor must be a whole number of at least 1, got '2'"),
+        ({"microbatch": 0}, "microbatch must be a whole number of at least 1, got 0"),
+        ({"sharding": 4}, "sharding must be a whole number of at least 0 and at most 3, got 4"),
+        ({"vocabulary": "all"}, "there is no vocabulary 'all'"),
+        ({"selective": 1}, "selective must be True or False, got 1"),
+    ],
+)
+def test_impossible_configurations_are_refused_when_they_are_made(fields, message):
+    with pytest.raises(PenstockError, match=message):
+        ps.Configuration(**fields)
+
+
+def test_numbers_of_numpy_are_numbers():
+    chosen = ps.Configuration(pipeline=np.int64(2), data=np.int64(2))
+    assert (chosen, type(chosen.pipeline)) == (ps.Configuration(pipeline=2, data=2), int)
+    job = ps.Job(model=small_job().model, machines=small_machines(np.int64(4)), batch=np.int64(16))
+    json.dumps(ps.plan_job(job, pipeline=np.array([2, 4]), tensor=1, sharding=1, vocabulary="ends", schedules="1f1b").to_json())
+
+
+@pytest.mark.parametrize("schedule", ["chimera", "dualpipe", "dualpipe-v"])
+def test_copies_and_overlapped_actions_are_planned_from_a_profile(schedule):
+    job = profile_job(profile=unequal_profile(overlap=0.9), batch=16, memory=1e9)
+    plan = ps.plan_job(job, pipeline=2, schedules=schedule)
+    assert plan.bound <= plan.seconds == ps.simulate(ps.lower(plan.schedule), plan.costs).makespan
+    assert plan.seconds == pytest.approx(ps.predict_job(job, plan.configuration, schedule=schedule).seconds)
+
+
 def test_an_unknown_schedule_of_a_prediction_is_refused():
     with pytest.raises(ps.PlanError, match=r"chunks=7}' does not go with pipeline 4, .*: 8 layers are too few for its 28 stages"):
         ps.predict_job(small_job(), ps.Configuration(pipeline=4), schedule="interleaved-1f1b{chunks=7}")
     with pytest.raises(PenstockError, match=r"a penstock.Job, got dict"):
         ps.plan_job({})
+    with pytest.raises(PenstockError, match=r"a penstock.Configuration, got dict"):
+        ps.predict_job(small_job(), {"pipeline": 4})
+    with pytest.raises(PenstockError, match="jobs are planned with named schedules"):
+        ps.predict_job(small_job(), ps.Configuration(pipeline=4), schedule="searched")

@@ -38,6 +38,18 @@ def test_the_choice_is_the_best_of_all_configurations(memory, optimizer):
         assert trial.verdict != Verdict.OVER or every[trial.configuration] == math.inf
 
 
+@pytest.mark.parametrize(
+    ("layers", "gpus", "values"), [(4, 8, {"memory": 4e6}), (8, 4, {"memory": 2.5e6, "bandwidth": 2e8, "optimizer": "muon"})]
+)
+def test_no_vocabulary_alone_is_faster_than_the_choice_among_all(layers, gpus, values):
+    """Few microbatches over slow links, where the places of S and T decide."""
+    job = small_job(gpus, 7, model={"layers": layers}, node_bandwidth=2e9, **values)
+    names = (*SCHEDULES, "zbv")
+    free = ps.plan_job(job, schedules=names).seconds
+    alone = [ps.plan_job(job, schedules=names, vocabulary=vocabulary).seconds for vocabulary in ("ends", "head", "spread")]
+    assert free == min(alone)
+
+
 def test_memory_matters_to_that_choice():
     fitting = []
     for memory in (64e6, 3.1e6):
@@ -70,12 +82,15 @@ def test_context_ranks_keep_enough_tokens():
 @pytest.mark.parametrize(
     ("wanted", "model", "message"),
     [
-        ({"tensor": (3,)}, {}, "tensor=3 does not divide heads=4"),
+        ({"tensor": (4,)}, {"heads": 6, "hidden": 96}, "tensor=4 does not divide heads=6"),
         ({"tensor": (4,)}, {"heads": 12, "hidden": 96, "kv_heads": 6}, "tensor=4 and kv_heads=6: one must divide the other"),
-        ({"tensor": (1,), "pipeline": (3,), "context": (1,)}, {}, "tensor=1 x context=1 x pipeline=3 does not divide gpus=4"),
+        ({"tensor": (3,)}, {}, "is possible: tensor=3 does not divide gpus=4"),
+        ({"pipeline": (3, 5)}, {}, "is possible: pipeline=3 does not divide gpus=4; pipeline=5 does not divide gpus=4"),
+        ({"pipeline": (2,), "tensor": (4,)}, {}, "is possible: pipeline=2 x tensor=4 = 8 does not divide gpus=4"),
+        (dict.fromkeys(("tensor", "pipeline", "context", "data"), (1,)), {}, "x tensor=1 x context=1 = 1 is less than gpus=4"),
         ({"pipeline": (4,)}, {"layers": 3}, "pipeline=4 is more than layers=3"),
-        ({"data": (3,)}, {}, "leaves data=4 of 4 GPUs, not 3"),
-        ({"context": (3,)}, {}, "sequence=128 cannot be shared among tensor=1 x context=3"),
+        ({"data": (2,), "tensor": (1,), "pipeline": (1,)}, {}, "leaves data=4 of 4 GPUs, not 2"),
+        ({"context": (4,)}, {"sequence": 126}, "sequence=126 cannot be shared among tensor=4 x context=4"),
         ({"microbatch": (3,)}, {}, "microbatch=3 does not divide the 10 samples of each of 1 data ranks"),
         ({"data": (4,)}, {}, "batch=10 cannot be shared among data=4"),
         ({"pipeline": (1,), "vocabulary": ("spread",)}, {}, "vocabulary='spread' needs more than one pipeline rank"),
@@ -86,6 +101,26 @@ def test_impossible_degrees_are_refused_with_the_numbers(wanted, model, message)
     with pytest.raises(PlanError, match="no configuration of 4 GPUs with a batch of 10 is possible") as caught:
         list_configurations(small_job(batch=10, model=model), wanted)
     assert message in str(caught.value)
+    assert str(caught.value).count(";") <= 2  # few reasons, those of the last check, however many configurations fail
+
+
+def test_tokens_that_are_given_as_samples_are_refused_before_they_are_timed():
+    with pytest.raises(PlanError, match=r"31250 microbatches of 16 on each of 2 data ranks are more than 4096: batch counts samples"):
+        list_configurations(small_job(batch=1_000_000), {})
+    assert list_configurations(small_job(batch=1_000_000), {"microbatch": (1,)})  # as asked for
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (("chimera", "dualpipe"), "chimera: it runs two copies of the model, but a job with the sizes of a transformer"),
+        (("seq1f1b",), "seq1f1b: it cuts sequences into slices"),
+    ],
+)
+def test_schedules_that_no_configuration_can_have_are_refused_with_the_reason(names, reason):
+    with pytest.raises(PlanError, match="none of the schedules is possible for any of") as caught:
+        ps.plan_job(small_job(), pipeline=(2, 4), schedules=names)
+    assert reason in str(caught.value)
 
 
 def test_too_little_memory_is_refused_with_the_nearest_configuration():

@@ -73,8 +73,8 @@ def plan(
         ),
     ] = None,
     slice_granularity: Annotated[
-        int, count_option("Make the length of each slice a multiple of this many tokens.", "--slice-granularity")
-    ] = 128,
+        int | None, count_option("Make the length of each slice a multiple of this many tokens.  [default: 128]", "--slice-granularity")
+    ] = None,
     memory_limit: Annotated[
         str | None, text_option("The memory limit per rank, like 40GiB; or one per rank, with commas.", "SIZE", "--memory-limit")
     ] = None,
@@ -115,12 +115,13 @@ def plan(
         str | None, text_option("Bandwidth of a link per unit of time, like 50GB, instead of the profile's.", "SIZE", "--bandwidth")
     ] = None,
     seconds: Annotated[
-        float, text_option("How long to plan; 0 tries only the named schedules, however long that takes.", "S", "--seconds")
-    ] = 7.0,
+        float | None,
+        text_option("How long to plan; 0 tries only the named schedules, however long that takes.  [default: 7]", "S", "--seconds"),
+    ] = None,
     rounds: Annotated[
         float | None, text_option("Orders that the search times.  [default: as many as usually fit into --seconds]", "N", "--rounds")
     ] = None,
-    seed: Annotated[int, count_option("The random seed of the search and of the jitter.", "--seed")] = 0,
+    seed: Annotated[int | None, count_option("The random seed of the search and of the jitter.  [default: 0]", "--seed")] = None,
     figure: Annotated[Path | None, file_option("Draw time against memory: .svg, .pdf or .png.", "--figure", stdout=False)] = None,
     as_json: AsJson = False,
     output: Annotated[Path | None, file_option("Save the plan: .json.", "-o", "--output", "--save")] = None,
@@ -154,14 +155,31 @@ def plan(
     check_suffix(output, (".json",))
     limit = _limit(memory_limit)
     if job.gpus is not None:
-        unused = {"--ranks": ranks, "--microbatches": microbatches, "--batch": batch, "--figure": figure}
-        unused["--cluster"] = cluster
-        _refuse_with_gpus(unused)
+        _refuse_with_gpus(
+            {
+                "--ranks": ranks is not None,
+                "--cluster": cluster is not None,
+                "--microbatches": microbatches is not None,
+                "--batch": batch is not None,
+                "--slices": slices is not None,
+                "--slice-granularity": slice_granularity is not None,
+                "--offload": offload,
+                "--host-memory": host_memory is not None,
+                "--host-bandwidth": host_bandwidth is not None,
+                "--no-barrier": not barrier,
+                "--no-split": not split,
+                "--seconds": seconds is not None,
+                "--rounds": rounds is not None,
+                "--seed": seed is not None,
+                "--figure": figure is not None,
+            }
+        )
         links = {"memory": read_size("--memory-limit", memory_limit), "latency": read_time("--latency", latency)}
         links["bandwidth"] = read_rate("--bandwidth", bandwidth)
         refuse_unitless("--memory-limit", memory_limit)
         choices = {"schedules": _read_names(schedules), "microbatch": read_counts("--microbatch-sizes", microbatch_sizes), **job.choices}
         return _plan_job(job.make_job(_describe_model(profile, transformer), links, headroom), choices, as_json, output)
+    job.refuse_without_gpus()
     devices = read_cluster(cluster)
     if ranks is None and devices is None:
         raise UsageError("Missing option '-p' / '--ranks': the ranks of the pipeline; or --cluster; --gpus plans a whole job instead")
@@ -188,12 +206,11 @@ def plan(
         "barrier": barrier,
         "split": split,
         "headroom": headroom,
-        "seconds": seconds,
         "rounds": rounds,
-        "seed": seed,
     }
     options |= {"schedules": _read_names(schedules), "microbatch_sizes": read_counts("--microbatch-sizes", microbatch_sizes)}
-    options |= {"slices": read_counts("--slices", slices), "slice_granularity": slice_granularity}
+    given = {"slices": read_counts("--slices", slices), "slice_granularity": slice_granularity, "seconds": seconds, "seed": seed}
+    options |= {name: value for name, value in given.items() if value is not None}  # else the planner's own
     with catch_interrupt() as stopped, show_planning(Units(model.time_unit, is_in_bytes(model, limit))) as tell:
         try:
             best = planning.plan(model, ranks=ranks, cluster=devices, **options, progress=tell, stop=stopped)
@@ -209,10 +226,11 @@ def plan(
     return _report_interrupt("this is the best plan so far") if stopped() else 0
 
 
-def _refuse_with_gpus(options: Mapping[str, object]) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise UsageError(f"{name} does not go with --gpus, which plans a whole job for --global-batch")
+def _refuse_with_gpus(options: Mapping[str, bool]) -> None:
+    """Refuse the options that are given and that planning a whole job does not take."""
+    for name, is_given in options.items():
+        if is_given:
+            raise UsageError(f"{name} does not go with --gpus, which plans a whole job for --global-batch: leave it out")
 
 
 def _plan_job(job: Job, choices: dict[str, Any], as_json: bool, output: Path | None) -> int:

@@ -143,6 +143,11 @@ class TrainOptions:
             return None
         source = ScheduleSource(self.schedule)
         data = read_json_object(source.path())
+        if data is not None and data.get("type") == "job-plan":
+            raise UsageError(
+                f"--schedule {self.schedule} is the plan of a whole job, with data ranks and sharding of its own: give it to "
+                "Pipeline(model, JobPlan.load(...), mesh=...) in a script of yours"
+            )
         return Plan.load(self.schedule) if data is not None and data.get("type") == "plan" else source.table()
 
     @property

@@ -17,7 +17,7 @@ from penstock.ir.cluster.links import Bandwidth, Lanes, Latency, as_array, check
 from penstock.ir.formats.reading import check_record, read_settings, suffix_of
 from penstock.ir.formats.toml_form import toml_value
 from penstock.text.numbers import format_count
-from penstock.text.units import SECONDS, check_count, check_number, parse_size, shorten
+from penstock.text.units import LEAST_BYTES, SECONDS, check_count, check_number, parse_size, shorten
 
 if TYPE_CHECKING:
     import numpy as np
@@ -241,6 +241,25 @@ class Cluster:
             raise CostsError(f"time_unit must be one of {', '.join(SECONDS)}, got {self.time_unit!r}")
         if self.size_unit not in {"", "B"}:
             raise CostsError(f"size_unit must be B for bytes, or left out, got {self.size_unit!r}")
+
+    def _check_units(self) -> None:
+        """Refuse numbers in a file that were meant in another unit than the one that it names."""
+        if self.size_unit == "B":
+            small = next((device.size for device in self.devices if device.size is not None and device.size < LEAST_BYTES), None)
+            if small is not None:
+                raise CostsError(f"memory={small:g} is that many bytes, because size_unit is B: write the unit, like {small:g}GB")
+        if not self.time_unit:
+            return
+        second = 1 / SECONDS[self.time_unit]
+        rates = [rate for rate in _list_values(self.bandwidth) if rate is not None]
+        if self.size_unit == "B" and rates and min(rates) < LEAST_BYTES / second:
+            raise CostsError(
+                f"bandwidth={min(rates):g} is that many bytes per {self.time_unit}, because size_unit is B: write the unit, like "
+                f"{min(rates):g}GB"
+            )
+        longest = max(_list_values(self.latency))
+        if longest >= second:
+            raise CostsError(f"latency={longest:g} is in {self.time_unit}, the time_unit: 20 us are {20e-6 * second:g}")
 
     def _check_devices(self) -> None:
         without = [place for place, device in enumerate(self.devices) if device.memory is None]
@@ -596,7 +615,9 @@ class Cluster:
         """Read a `.json` or `.toml` file."""
         data = read_settings(path)
         try:
-            return cls.from_json(data)
+            cluster = cls.from_json(data)
+            cluster._check_units()
+            return cluster
         except CostsError as error:
             raise FileFormatError(os.fspath(path), str(error)) from None
 
@@ -667,6 +688,11 @@ def _read_devices(data: Any) -> Iterator[Device]:
         except CostsError as error:
             raise CostsError(f"{name}: {error}") from None
         yield from [device] * count
+
+
+def _list_values(value: Any) -> list[Any]:
+    """One number, or those of a table."""
+    return [item for row in value for item in row] if isinstance(value, tuple) else [value]
 
 
 def _lists(value: Any) -> Any:

@@ -122,7 +122,7 @@ def write_json(table: Table, path: str | PathLike[str]) -> None:
 
 
 def read_json(path: str | PathLike[str]) -> Table:
-    """The schedule or program in a file; of a plan, its schedule."""
+    """The schedule or program in a file; of a plan, or of the plan of a whole job, its schedule."""
     data = reading.read_json(path)
-    of_plan = isinstance(data, dict) and data.get("type") == "plan"
+    of_plan = isinstance(data, dict) and data.get("type") in ("plan", "job-plan")
     return decode(data.get("schedule") if of_plan else data, os.fspath(path))

@@ -34,7 +34,7 @@ from penstock.schedules.registry import algorithm, algorithms, parse_name
 from penstock.simulator.timeline import Timeline
 from penstock.text.numbers import format_count
 from penstock.text.options import split_options
-from penstock.text.units import check_count
+from penstock.text.units import Units, check_count
 
 Batch = TypeVar("Batch")
 Skips = Mapping[int, Collection[int]]
@@ -55,6 +55,13 @@ _ON_BEST = 0.4
 _BETTER = 1e-9
 """An objective counts as better from this relative difference on."""
 _SEED = 1
+_ORDERS = {
+    "fixed": "the batch's own order",
+    "ascending": "the cheapest first",
+    "descending": "the cheapest last",
+    "pyramid": "the cheapest at both ends",
+}
+"""The orders to begin with, in words."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +192,7 @@ class BatchPlanner:
         self.samples = check_count("samples", samples, error=ScheduleError)
         self.tries = None if tries is None else check_count("tries", tries, 0, error=ScheduleError)
         self.lengths = self._read_shares(sequence, quadratic)
-        if isinstance(schedules, str):
+        if schedules is not None and (isinstance(schedules, str) or not isinstance(schedules, Iterable)):
             raise ScheduleError(f"schedules must be a list of names, got {schedules!r}: give [{schedules!r}]")
         self.names = None if schedules is None else tuple(map(self._check_name, schedules))
         self._loops = get_loops()
@@ -349,7 +356,7 @@ def _read_source(source: Any, costs: Costs | None, split: bool) -> tuple[Problem
             raise CostsError("a schedule does not say what its stages take: give costs=, or a plan")
         schedule = source
         splits = split or bool(schedule.rows.is_kind(Kind.I).any())
-        problem = Problem(schedule.placement, schedule.microbatches, costs, split=splits)
+        problem = Problem(schedule.placement, schedule.microbatches, check_costs(costs), split=splits)
     else:
         raise CostsError(f"batches are planned from a Plan, or a Schedule with costs=, got {type(source).__name__}")
     if not schedule.training or schedule.slices > 1:
@@ -525,11 +532,13 @@ class BatchSearch:
         peaks = [np.array(start.flat.time(self.costs.build(start.microbatches)).peak_memory) for start in starts]
         held, nearest_fit = min(zip(peaks, starts, strict=True), key=lambda pair: float((pair[0] - limits).max()))
         rank = int(np.argmax(held - limits))
-        where = f"rank {rank} holds {held[rank]:g} of at most {limits[rank]:g}, {held[rank] - limits[rank]:g} too much"
+        profile = self.problem.profile
+        units = Units(in_bytes=profile is not None and profile.size_unit == "B")
+        has, most, over = (units.size(size) for size in (held[rank], limits[rank], held[rank] - limits[rank]))
         return PlanError(
             f"no order of these {self.problem.microbatches} microbatches fits the memory limit. With the nearest, "
-            f"{nearest_fit.order} under {nearest_fit.schedule}, {where}: make the largest microbatches smaller (a "
-            "lower capacity when packing), or raise the limit"
+            f"{_ORDERS[nearest_fit.order]} under {nearest_fit.schedule}, rank {rank} holds {has} of at most {most}, {over} too much: make "
+            "the largest microbatches smaller (a lower capacity when packing), or raise the limit"
         )
 
 

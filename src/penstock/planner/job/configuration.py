@@ -5,9 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from penstock.errors import PlanError, ScheduleError, nearest
+from penstock.text.units import check_count
+
 ENDS, HEAD, SPREAD = "ends", "head", "spread"
 VOCABULARIES = (ENDS, HEAD, SPREAD)
 """Where the vocabulary is: embedding and head on the first and last stage, the head alone or both shared among all pipeline ranks."""
+DEGREES = ("pipeline", "data", "tensor", "context")
+"""The dimensions whose values multiply to the number of GPUs."""
+
+
+def check_number_of(name: str, value: Any) -> int:
+    """Give a degree, microbatch size or ZeRO stage as an int; refuse what no configuration can have."""
+    least, most = (0, 3) if name == "sharding" else (1, None)
+    return check_count(name, value, least, most, error=ScheduleError)
+
+
+def check_vocabulary(word: Any) -> str:
+    """Give the place of the vocabulary; refuse an unknown one."""
+    if not isinstance(word, str) or word not in VOCABULARIES:
+        raise PlanError(f"there is no vocabulary {word!r}: {nearest(str(word), VOCABULARIES)}")
+    return word
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -30,6 +48,13 @@ class Configuration:
     vocabulary: str = ENDS
     selective: bool = False
     """Whether attention without flash runs its scores again in the backward and does not keep them."""
+
+    def __post_init__(self) -> None:
+        for name in (*DEGREES, "microbatch", "sharding"):
+            object.__setattr__(self, name, check_number_of(name, getattr(self, name)))
+        check_vocabulary(self.vocabulary)
+        if not isinstance(self.selective, bool):
+            raise PlanError(f"selective must be True or False, got {self.selective!r}")
 
     @property
     def gpus(self) -> int:

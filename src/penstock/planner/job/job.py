@@ -13,11 +13,10 @@ from penstock.planner.job.machines import Machines
 from penstock.planner.profile import Layer, Profile
 from penstock.planner.profile.profile import ONCE, TIMES
 from penstock.planner.profile.transformer import Transformer
+from penstock.planner.request import HEADROOM, check_share
 from penstock.text.numbers import format_count
 from penstock.text.units import SECONDS, Units, check_count
 
-HEADROOM = 0.05
-"""The share of a GPU's memory that stays free, because sizes are estimates."""
 OPTIMIZERS = {"adam": 12.0, "muon": 8.0}
 """Bytes of state per parameter: a copy of 4 bytes and, each of 4 bytes, two moments or one momentum."""
 _SHAPE = ("layers", "hidden", "heads", "sequence", "vocabulary", "kv_heads", "ffn", "gated", "head_size", "query_rank", "key_rank", "rope")
@@ -48,11 +47,10 @@ class Job:
     def __post_init__(self) -> None:
         if not isinstance(self.machines, Machines):
             raise CostsError(f"machines must be penstock.Machines, got {type(self.machines).__name__}")
-        check_count("batch", self.batch, error=ScheduleError)
+        object.__setattr__(self, "batch", check_count("batch", self.batch, error=ScheduleError))
         if self.optimizer not in OPTIMIZERS:
             raise CostsError(f"there is no optimizer {self.optimizer!r}: {nearest(str(self.optimizer), OPTIMIZERS)}")
-        if not 0 <= self.headroom < 1:
-            raise CostsError(f"headroom must be a number of at least 0 and below 1, got {self.headroom!r}")
+        object.__setattr__(self, "headroom", check_share("headroom", self.headroom, below=1.0))
         if isinstance(self.model, Profile):
             self._check_profile(self.model)
             return
@@ -98,6 +96,11 @@ class Job:
     def layers(self) -> int:
         """Layers that can be recomputed each by itself: blocks, or those of the profile."""
         return self.transformer.layers if self.profile is None else len(self.profile)
+
+    @property
+    def overlap(self) -> float:
+        """The least share of their times that two overlapped actions take."""
+        return 1.0 if self.profile is None else min(1.0, self.profile.overlap)
 
     @property
     def limit(self) -> float:

@@ -49,7 +49,7 @@ class Machines:
 
     def __post_init__(self) -> None:
         for name in ("gpus", "gpus_per_node"):
-            check_count(name, getattr(self, name))
+            object.__setattr__(self, name, check_count(name, getattr(self, name)))
         for name in _RATES + _TIMES:
             object.__setattr__(self, name, parse_size(getattr(self, name), name))
         for name in _RATES:
@@ -65,7 +65,7 @@ class Machines:
     @classmethod
     def of(cls, kind: str, **values: Any) -> Machines:
         """Machines of a known kind of GPU; `values` are further fields, or replace those of the kind."""
-        if kind.lower() not in KINDS:
+        if str(kind).lower() not in KINDS:
             raise CostsError(f"there are no numbers for the GPU {kind!r}: {nearest(kind, KINDS)}, or give flops, memory and bandwidths")
         return cls.from_fields({**KINDS[kind.lower()], **values})
 

@@ -29,7 +29,8 @@ from penstock.planner.job.block_shares import BlockShares, Shares
 from penstock.planner.job.costs import JobCosts
 from penstock.planner.job.layer_costs import LayerCosts
 from penstock.planner.job.layer_shares import LayerShares
-from penstock.planner.named_schedules import NamedSchedule, can_be_spread, list_candidates
+from penstock.planner.job.profile_costs import ProfileCosts
+from penstock.planner.named_schedules import NamedSchedule, list_candidates
 from penstock.planner.partition.layer_runs import PeakMoment
 from penstock.planner.partition.stage_costs import list_logits
 from penstock.planner.problem import Problem
@@ -48,8 +49,10 @@ _LIKE, _JOINS_LIKE = 2.0, 4.0
 """Shares, and their collectives, whose times differ by less than these factors have one order."""
 _LEAST_RATIO = 0.01
 """A time below this part of a stage's forward counts as so long."""
-_NEAR = 0.003
-"""An order that is slower than the best by no more than this share is placed anew for its own costs."""
+_NEAR, _NEAR_IF_SHORT = 0.003, 0.1
+"""An order that is slower than the best by no more than this share is placed anew for its own costs; short ones gain more by that."""
+_SHORT = 1000
+"""Compute actions of the longest order that counts as short."""
 _MOST_PLACED = 150_000
 """Compute actions of the longest order that is placed anew, and in which S and T are placed at all once a configuration fits."""
 _MOST_KEPT = 1_000_000
@@ -100,6 +103,11 @@ class ScheduleTemplate:
         return len(self.candidate.schedule.rows.codes)
 
     @property
+    def near(self) -> float:
+        """By what share it may be slower than the best to be placed anew for its own costs."""
+        return _NEAR_IF_SHORT if len(self) <= _SHORT else _NEAR
+
+    @property
     def splits(self) -> bool:
         """Whether any of its backwards is split."""
         return bool(self.candidate.schedule.rows.is_kind(Kind.I).any())
@@ -110,7 +118,7 @@ class ScheduleTemplate:
         path = np.zeros((3, candidate.problem.stages), dtype=np.int64)
         if not candidate.schedule.spread_stages:  # else S and T are on the path too, and `bound_spread` takes its place
             for step in candidate.timeline.critical_path:
-                if step.what == "action" and step.action is not None:
+                if step.what == "action" and step.action is not None and step.action.kind in _TIMED_BY:  # not overlapped with another
                     path[_TIMED_BY[step.action.kind], step.action.stage] += 1
         return cls(candidate, tuple(replace(moment, other=0.0) for moment in moments), path)
 
@@ -120,15 +128,15 @@ class ScheduleTemplates:
     """Templates by schedule, ranks and microbatches, and with a shared vocabulary by the proportions of its costs."""
 
     names: Sequence[str]
-    _usable: dict[tuple[int, int], list[NamedSchedule]] = field(default_factory=dict)
+    _usable: dict[tuple[int, int], tuple[list[NamedSchedule], dict[str, str]]] = field(default_factory=dict)
     _timed: dict[tuple[str, int, int], ScheduleTemplate | None] = field(default_factory=dict)
     _placed: dict[tuple[Any, ...], ScheduleTemplate] = field(default_factory=dict)
 
-    def list_usable(self, ranks: int, layers: int) -> list[NamedSchedule]:
-        """The schedules for so many ranks; on one rank all are the same, so that the first does."""
+    def list_usable(self, ranks: int, layers: int) -> tuple[list[NamedSchedule], dict[str, str]]:
+        """The schedules for so many ranks, and the reasons against others; on one rank all are the same, so that the first does."""
         if (ranks, layers) not in self._usable:
-            usable = list_candidates(self.names, ranks, layers)[0]
-            self._usable[ranks, layers] = usable if ranks > 1 else usable[:1]
+            usable, refused = list_candidates(self.names, ranks, layers)
+            self._usable[ranks, layers] = usable if ranks > 1 else usable[:1], refused
         return self._usable[ranks, layers]
 
     def time(self, named: NamedSchedule, microbatches: int) -> ScheduleTemplate | None:
@@ -201,15 +209,22 @@ class PipelineTrials:
         chosen = self.costs.configuration
         return self.costs.job.batch // (chosen.data * chosen.microbatch)
 
+    def list_usable(self) -> tuple[list[NamedSchedule], dict[str, str]]:
+        """The schedules that are possible, and the reasons against others."""
+        usable, refused = self.templates.list_usable(self.costs.configuration.pipeline, count_layers(self.costs))
+        if isinstance(self.costs, ProfileCosts):
+            return usable, refused
+        reason = "it runs two copies of the model, but a job with the sizes of a transformer is planned with one"
+        possible = [named for named in usable if len(named.placement.copies) == 1]
+        return possible, refused | {named.name: reason for named in usable if named not in possible}
+
     def run(self, best: float = math.inf) -> list[ScheduleTrial]:
         """Try every schedule; one whose bound is not below the best time is not timed. The fastest that fits comes first."""
         trials = list(self._try_all(best))
         return sorted(trials, key=lambda trial: (trial.timed is None, trial.seconds, trial.excess, trial.bound))
 
     def _try_all(self, best: float) -> Iterator[ScheduleTrial]:
-        usable = self.templates.list_usable(self.costs.configuration.pipeline, count_layers(self.costs))
-        if self.costs.shares:
-            usable = [named for named in usable if can_be_spread(named)]
+        usable, _ = self.list_usable()
         templates = [template for named in usable if (template := self.templates.time(named, self.microbatches)) is not None]
         for bound, template in sorted(((self._bound_shared(template, best), template) for template in templates), key=lambda pair: pair[0]):
             trial = self._try_shared(template, bound, best) if self.costs.shares else self._try(template, best)
@@ -224,7 +239,7 @@ class PipelineTrials:
         shares = self._share(order, template.moments, (self._limit,) * order.problem.ranks)
         if not isinstance(shares, Shares):
             return 0.0
-        bound = self.microbatches * shares.load
+        bound = self._bound_work(shares)
         return bound if bound >= best else max(bound, self._bound_order(template, shares.sizes, shares.recomputed))
 
     def _try_shared(self, template: ScheduleTemplate, bound: float, best: float) -> ScheduleTrial:
@@ -238,11 +253,11 @@ class PipelineTrials:
         costs = self._make_problem(order, shares.sizes, shares.recomputed).costs
         tried: list[ScheduleTrial] = []
         for ahead in _AHEAD[:2]:
-            tried.append(self._try(self.templates.place(template, costs, self._make_vocabulary(ahead)), best * (1 + _NEAR)))
+            tried.append(self._try(self.templates.place(template, costs, self._make_vocabulary(ahead)), best * (1 + template.near)))
             if not tried[-1].excess and not any(tried[-1].recomputed):
                 break
         trial = min(tried, key=lambda trial: (trial.seconds, trial.excess))
-        return self._place_anew(trial, template) if self.places_anew and trial.seconds < best * (1 + _NEAR) else trial
+        return self._place_anew(trial, template) if self.places_anew and trial.seconds < best * (1 + template.near) else trial
 
     def _make_vocabulary(self, ahead: int) -> Vocabulary:
         embedding, head = self.costs.configuration.shared_ends
@@ -270,7 +285,7 @@ class PipelineTrials:
             if not isinstance(shares, Shares):
                 return ScheduleTrial(order.name, excess=max(shares, excess))
             sizes, recomputed = shares.sizes, shares.recomputed
-            lower = max(self.microbatches * shares.load, self._bound_order(template, sizes, recomputed))
+            lower = max(self._bound_work(shares), self._bound_order(template, sizes, recomputed))
             if lower >= best:
                 return ScheduleTrial(order.name, bound=max(bound, lower))
             bound = bound or lower
@@ -289,6 +304,10 @@ class PipelineTrials:
         if isinstance(self.costs, LayerCosts):
             return BlockShares(self.costs, order, moments, limits, self.recompute).run()
         return LayerShares(self.costs, order, moments, limits, self.recompute).run()
+
+    def _bound_work(self, shares: Shares) -> float:
+        """Seconds of the slowest rank's work alone."""
+        return self.microbatches * shares.load * self.costs.job.overlap
 
     def _bound_order(self, template: ScheduleTemplate, sizes: tuple[int, ...], recomputed: tuple[bool, ...]) -> float:
         """Seconds of the order's chain of actions on these stages, or of a way with S and T."""

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from os import PathLike
 from typing import Any
 
-from penstock.errors import CostsError, PlanError, ScheduleError, nearest
+from penstock.errors import CostsError, PlanError
 from penstock.ir.costs import Costs
 from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
 from penstock.planner.candidate import Verdict
-from penstock.planner.job.configuration import VOCABULARIES, Configuration
+from penstock.planner.job.configuration import Configuration, check_number_of, check_vocabulary
 from penstock.planner.job.costs import make_costs
 from penstock.planner.job.job import Job
-from penstock.planner.job.pipelines import SCHEDULES, PipelineTrials, ScheduleTemplates, ScheduleTrial, count_layers
+from penstock.planner.job.pipelines import SCHEDULES, PipelineTrials, ScheduleTemplates, ScheduleTrial
 from penstock.planner.job.report import SearchSummary, write_report
 from penstock.planner.job.search import ConfigurationSearch, Trial, bound_seconds, list_configurations
-from penstock.planner.named_schedules import can_be_spread, list_candidates
 from penstock.planner.profile import Profile
 from penstock.planner.request import SEARCHED, Progress, check_names
 from penstock.simulator.timeline import Timeline
-from penstock.text.units import Units, check_count
+from penstock.text.units import Units
 from penstock.verifier.proof import Proof
 from penstock.verifier.verify import verify
 
@@ -86,10 +85,10 @@ class JobPlan:
         """Microbatches per step of each replica."""
         return self.pipeline.candidate.microbatches
 
-    @property
+    @cached_property
     def predicted(self) -> Timeline:
         """The pipeline of one replica, with reduction and update."""
-        return self.pipeline.candidate.timeline
+        return self.pipeline.candidate.timeline.in_units(self.units)
 
     @cached_property
     def proof(self) -> Proof:
@@ -204,17 +203,18 @@ def plan_job(
     - `schedules`: names of the zoo; by default those of `penstock.planner.job.pipelines.SCHEDULES`;
     - `progress` is called with a `Progress`; once `stop()` returns True, the best so far is returned.
     """
-    if not isinstance(job, Job):
-        raise CostsError(f"plan_job needs a penstock.Job, got {type(job).__name__}")
+    _check_job("plan_job", job)
     numbers = {"pipeline": pipeline, "data": data, "tensor": tensor, "context": context, "microbatch": microbatch, "sharding": sharding}
-    wanted: dict[str, Sequence[Any]] = {name: _check_numbers(name, value) for name, value in numbers.items() if value is not None}
+    wanted: dict[str, Sequence[Any]] = {
+        name: tuple(check_number_of(name, number) for number in _list_values(name, value))
+        for name, value in numbers.items()
+        if value is not None
+    }
     if vocabulary is not None:
-        wanted["vocabulary"] = _check_vocabulary(vocabulary)
+        wanted["vocabulary"] = tuple(map(check_vocabulary, _list_values("vocabulary", vocabulary)))
     if selective is not None:
-        wanted["selective"] = (selective,)
-    names = SCHEDULES if schedules is None else check_names(schedules)
-    if SEARCHED in names:
-        raise PlanError("plan_job compares named schedules: leave out 'searched', and search the order of the result with penstock.plan")
+        wanted["selective"] = (Configuration(selective=selective).selective,)
+    names = SCHEDULES if schedules is None else _check_schedules(schedules)
     search = ConfigurationSearch(
         job, list_configurations(job, wanted), ScheduleTemplates(names), recompute, progress or _ignore, stop or _never
     )
@@ -228,16 +228,17 @@ def predict_job(job: Job, configuration: Configuration, *, schedule: str = "1f1b
     - `schedule`: a name of the zoo, as reports print it: "interleaved-1f1b{chunks=3}", or without chunks for the fastest number of them;
     - `recompute`: whether every block runs its forward again, or none; by default as many as the memory asks for.
     """
+    _check_job("predict_job", job)
+    if not isinstance(configuration, Configuration):
+        raise CostsError(f"predict_job needs a penstock.Configuration, got {type(configuration).__name__}")
     fields = {name: (value,) for name, value in configuration.to_json().items()}
     chosen = list_configurations(job, fields)[0]
-    templates, limit = ScheduleTemplates(check_names(schedule)), None if recompute is None else math.inf
+    templates, limit = ScheduleTemplates(_check_schedules(schedule)), None if recompute is None else math.inf
     costs = make_costs(job, chosen, bool(recompute))
     trials = PipelineTrials(costs, templates, recompute is None, limit).run()
     if not trials:
-        usable, reasons = list_candidates(templates.names, chosen.pipeline, count_layers(costs))
-        reason = next(iter(reasons.values()), "it does not take this number of microbatches")
-        if costs.shares and not any(map(can_be_spread, usable)):
-            reason = "only schedules with one copy of the model share the vocabulary among the ranks: take vocabulary='ends'"
+        _, refused = PipelineTrials(costs, templates).list_usable()
+        reason = next(iter(refused.values()), "it does not take this number of microbatches")
         raise PlanError(f"{schedule!r} does not go with {chosen.describe()}: {reason}")
     best = trials[0]
     if best.timed is None:
@@ -258,19 +259,23 @@ def _never() -> bool:
     return False
 
 
-def _check_numbers(name: str, value: One) -> tuple[int, ...]:
-    values = (value,) if isinstance(value, int) else tuple(value or ())
-    least, most = (0, 3) if name == "sharding" else (1, None)
-    for number in values:
-        check_count(name, number, least, most, error=ScheduleError)
+def _check_job(what: str, job: Any) -> None:
+    if not isinstance(job, Job):
+        raise CostsError(f"{what} needs a penstock.Job, got {type(job).__name__}")
+
+
+def _check_schedules(schedules: Sequence[str] | str) -> tuple[str, ...]:
+    names = check_names(schedules)
+    if SEARCHED in names:
+        raise PlanError(
+            "jobs are planned with named schedules: leave out 'searched', and search the order of the result with penstock.plan"
+        )
+    return names
+
+
+def _list_values(name: str, value: Any) -> list[Any]:
+    """One value or several as a list."""
+    values = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
     if not values:
-        raise PlanError(f"{name} is empty: give at least one number, or leave it out")
-    return values
-
-
-def _check_vocabulary(value: str | Sequence[str]) -> tuple[str, ...]:
-    values = (value,) if isinstance(value, str) else tuple(value)
-    for word in values:
-        if word not in VOCABULARIES:
-            raise PlanError(f"there is no vocabulary {word!r}: {nearest(str(word), VOCABULARIES)}")
+        raise PlanError(f"{name} is empty: give at least one value, or leave it out")
     return values

@@ -11,12 +11,12 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import FileFormatError, PenstockError, nearest
+from penstock.errors import FileFormatError, PenstockError
 from penstock.ir.formats import json_form, reading
 from penstock.ir.formats.csv_form import write_whole
 from penstock.ir.schedule import Schedule
 from penstock.planner.candidate import Candidate, Verdict
-from penstock.planner.job.configuration import VOCABULARIES, Configuration
+from penstock.planner.job.configuration import Configuration
 from penstock.planner.job.costs import make_costs
 from penstock.planner.job.job import Job
 from penstock.planner.job.pipelines import ScheduleTrial
@@ -136,16 +136,14 @@ def _name_ends(shared: tuple[bool, bool]) -> str:
 
 
 def _decode_configuration(data: dict[str, Any], file: str) -> Configuration:
-    error = partial(FileFormatError, file)
-    types: dict[str, tuple[type, ...]] = {field.name: (type(field.default),) for field in fields(Configuration)}
-    reading.check_fields(data, types, error=lambda words: error(f"'configuration': {words}"), closed=True)
-    if data["vocabulary"] not in VOCABULARIES:
-        raise error(f"'configuration': there is no vocabulary {data['vocabulary']!r}: {nearest(data['vocabulary'], VOCABULARIES)}")
-    small = [name for name, value in data.items() if type(value) is int and value < (0 if name == "sharding" else 1)]
-    if small or data["sharding"] > 3:
-        name = small[0] if small else "sharding"
-        raise error(f"'configuration': {name!r} is {data[name]}: degrees and sizes are at least 1, and the sharding is 0 to 3")
-    return Configuration(**data)
+    def refuse(words: str) -> FileFormatError:
+        return FileFormatError(file, f"'configuration': {words}")
+
+    reading.check_fields(data, {field.name: None for field in fields(Configuration)}, error=refuse, closed=True)
+    try:
+        return Configuration(**data)
+    except PenstockError as error:
+        raise refuse(str(error)) from None
 
 
 def _decode_search(data: dict[str, Any], file: str) -> SearchSummary:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -135,14 +135,14 @@ def write_report(plan: JobPlan) -> str:
 def _write_summary(plan: JobPlan) -> Iterator[str]:
     chosen, units, machines = plan.configuration, plan.units, plan.job.machines
     degrees = f"pipeline {chosen.pipeline} x data {chosen.data} x tensor {chosen.tensor} x context {chosen.context}"
-    yield f"job: {plan.job.describe()} on {machines.gpus} GPUs: {degrees}"
+    yield f"job: {plan.job.describe()} on {format_count(machines.gpus, 'GPU')}: {degrees}"
     speed = f"{plan.samples_per_second:,.4g} samples" if plan.tokens_per_second is None else f"{plan.tokens_per_second:,.0f} tokens"
     yield f"  {'step':<12} {units.time(plan.seconds)}, {speed} per second, bubble {plan.predicted.bubble:.1%}"
     if plan.flops_per_gpu is not None:
         yield f"  {'per GPU':<12} {plan.flops_per_gpu / 1e12:.0f} Tflop/s useful, {plan.utilization:.1%} of the peak"
     yield (
         f"  {'pipeline':<12} {plan.name}, {format_count(plan.microbatches, 'microbatch')} of {chosen.microbatch}; "
-        f"{min(plan.partition)} to {max(plan.partition)} layers per stage"
+        f"{_format_range(plan.partition)} layer{'s' * (max(plan.partition) > 1)} per stage"
     )
     blocks, noun = sum(plan.recomputed), _name_layer(plan)
     per_stage = f": {_format_counts(plan.recomputed)}" if blocks else ""
@@ -150,12 +150,15 @@ def _write_summary(plan: JobPlan) -> Iterator[str]:
         ", and the scores of attention" if chosen.selective else ""
     )
     optimizer = plan.job.optimizer if plan.job.profile is None else "the optimizer of the profile"
-    yield f"  {'sharding':<12} ZeRO-{chosen.sharding} over {chosen.replicas} GPUs, {optimizer}"
+    sharding = f"ZeRO-{chosen.sharding} over {format_count(chosen.replicas, 'GPU')}" if chosen.sharding else "none"
+    yield f"  {'sharding':<12} {sharding}, {optimizer}"
     if plan.job.profile is None:
         yield f"  {'vocabulary':<12} {_describe_vocabulary(plan)}"
     else:
         yield f"  {'whole layers':<12} tensor and context degrees are 1: a profile has the times of whole layers"
-    yield f"  {'bound':<12} {units.time(plan.bound)} for every configuration: at most {plan.seconds / plan.bound - 1:.1%} to gain"
+    gain = plan.seconds / plan.bound - 1
+    most = "nothing" if gain < 5e-4 else f"at most {gain:.1%}"
+    yield f"  {'bound':<12} {units.time(plan.bound)} for every configuration: {most} to gain"
     yield f"  {'proof':<12} {len(plan.proof.rules)} rules hold over {plan.proof.actions} actions and {plan.proof.messages} messages"
 
 
@@ -170,6 +173,15 @@ def _describe_vocabulary(plan: JobPlan) -> str:
 
 def _name_layer(plan: JobPlan) -> str:
     return "block" if plan.job.profile is None else "layer"
+
+
+def _format_range(numbers: Sequence[int]) -> str:
+    """
+    >>> _format_range((5, 6, 5)), _format_range((4, 4))
+    ('5 to 6', '4')
+    """
+    least, most = min(numbers), max(numbers)
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def _format_counts(counts: tuple[int, ...]) -> str:

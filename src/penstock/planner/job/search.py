@@ -11,7 +11,7 @@ from typing import Any
 from penstock.errors import PlanError
 from penstock.ir.codes import MAX_MICROBATCHES
 from penstock.planner.candidate import Verdict
-from penstock.planner.job.configuration import DIMENSIONS, ENDS, VOCABULARIES, Configuration
+from penstock.planner.job.configuration import DEGREES, DIMENSIONS, ENDS, VOCABULARIES, Configuration
 from penstock.planner.job.costs import JobCosts, make_costs
 from penstock.planner.job.job import Job
 from penstock.planner.job.pipelines import PipelineTrials, ScheduleTemplates, ScheduleTrial
@@ -22,10 +22,14 @@ FEWEST_TOKENS = 4096
 """Tokens of a sequence that each context rank keeps at least, unless the degree is given."""
 MOST_SAMPLES = 16
 """Samples per microbatch at most, unless the size is given."""
+MOST_MICROBATCHES = 4096
+"""Microbatches of a replica at most, unless their size is given: timing one configuration takes as long as it has microbatches."""
 MOST_NEIGHBOURS = 8
 """Configurations that are timed at most to find the best with another value of one dimension."""
 _MOST_SHARED = 4096
 """Ranks times microbatches of the longest pipeline with a shared vocabulary that is timed as a neighbour, if there are others."""
+_SHOWN = 2
+"""Reasons that an error lists."""
 _SPLIT_BACKWARD, _MOST_CHUNKS = 3, 8
 """By what a guess of the bubble is divided: with a backward in two halves by so much, with stages in chunks by their number."""
 _UNITS = Units("s", True)
@@ -65,15 +69,44 @@ class Trial:
 
 def list_configurations(job: Job, wanted: Mapping[str, Sequence[Any]]) -> list[Configuration]:
     """Every configuration with the wanted values of some dimensions, and all sensible values of the others."""
-    reasons: list[str] = []
-    configurations = list(_enumerate(job, wanted, reasons))
+    reasons = _Reasons()
+    configurations = [] if _cannot_multiply(job.machines.gpus, wanted, reasons) else list(_enumerate(job, wanted, reasons))
     if not configurations:
-        shown = "; ".join(dict.fromkeys(reasons)) or "the degrees leave no choice"
-        raise PlanError(f"no configuration of {job.machines.gpus} GPUs with a batch of {job.batch} is possible: {shown}")
+        raise PlanError(f"no configuration of {job.machines.gpus} GPUs with a batch of {job.batch} is possible: {reasons.describe()}")
     return configurations
 
 
-def _enumerate(job: Job, wanted: Mapping[str, Sequence[Any]], reasons: list[str]) -> Iterator[Configuration]:
+class _Reasons:
+    """Why configurations are not possible: those that failed at the last of the checks are the nearest to one that is."""
+
+    def __init__(self) -> None:
+        self._by_check: dict[int, dict[str, None]] = {}
+
+    def add(self, check: int, reason: str) -> None:
+        """Add a reason that was found by the check with this number."""
+        self._by_check.setdefault(check, {})[reason] = None
+
+    def describe(self) -> str:
+        if not self._by_check:
+            return "the degrees leave no choice"
+        last = [*self._by_check[max(self._by_check)]]
+        more = f"; and {len(last) - _SHOWN} more like these" if len(last) > _SHOWN else ""
+        return "; ".join(last[-_SHOWN:]) + more  # the last have the fewest data ranks
+
+
+def _cannot_multiply(gpus: int, wanted: Mapping[str, Sequence[Any]], reasons: _Reasons) -> bool:
+    """Whether the wanted degrees alone cannot multiply to the GPUs, whatever the others are."""
+    names = [name for name in DEGREES if name in wanted]
+    for degrees in product(*(wanted[name] for name in names)):
+        taken, written = math.prod(degrees), " x ".join(f"{name}={degree}" for name, degree in zip(names, degrees, strict=True))
+        if gpus % taken == 0 and (taken == gpus or len(names) < len(DEGREES)):
+            return False
+        of = f" = {taken}" if len(names) > 1 else ""
+        reasons.add(0, f"{written}{of} {'does not divide' if gpus % taken else 'is less than'} gpus={gpus}")
+    return True
+
+
+def _enumerate(job: Job, wanted: Mapping[str, Sequence[Any]], reasons: _Reasons) -> Iterator[Configuration]:
     if job.profile is not None:
         yield from _enumerate_for_profile(job, wanted, reasons)
         return
@@ -89,72 +122,77 @@ def _enumerate(job: Job, wanted: Mapping[str, Sequence[Any]], reasons: list[str]
     pipelines = choose("pipeline", [degree for degree in _list_divisors(gpus) if degree <= model.layers])
     for tensor, context, pipeline in product(tensors, contexts, pipelines):
         if model.sequence % (tensor * context):
-            reasons.append(f"sequence={model.sequence} cannot be shared among tensor={tensor} x context={context}")
+            reasons.add(2, f"sequence={model.sequence} cannot be shared among tensor={tensor} x context={context}")
         else:
             yield from _add_data(job, Configuration(tensor=tensor, context=context, pipeline=pipeline), wanted, reasons)
 
 
-def _enumerate_for_profile(job: Job, wanted: Mapping[str, Sequence[Any]], reasons: list[str]) -> Iterator[Configuration]:
+def _enumerate_for_profile(job: Job, wanted: Mapping[str, Sequence[Any]], reasons: _Reasons) -> Iterator[Configuration]:
     """Layers that are known by their times cannot be divided: every GPU of a stage has whole layers."""
     for name, only in (("tensor", 1), ("context", 1), ("vocabulary", ENDS), ("selective", False)):
-        values = [value for value in wanted.get(name, ()) if value != only]
-        reasons += [f"{name}={value} needs the sizes of the model: a profile has whole layers, so {name} is {only}" for value in values]
-    if reasons:
-        return
+        other = [value for value in wanted.get(name, ()) if value != only]
+        for value in other:
+            reasons.add(1, f"{name}={value} needs the sizes of the model: a profile has whole layers, so {name} is {only}")
+        if other:
+            return
     for pipeline in wanted.get("pipeline", [degree for degree in _list_divisors(job.machines.gpus) if degree <= job.layers]):
         yield from _add_data(job, Configuration(pipeline=pipeline), wanted, reasons)
 
 
-def _add_data(job: Job, degrees: Configuration, wanted: Mapping[str, Sequence[Any]], reasons: list[str]) -> Iterator[Configuration]:
+def _add_data(job: Job, degrees: Configuration, wanted: Mapping[str, Sequence[Any]], reasons: _Reasons) -> Iterator[Configuration]:
     """The configurations with these degrees, and as many data ranks as there are GPUs for."""
     gpus, taken = job.machines.gpus, f"tensor={degrees.tensor} x context={degrees.context} x pipeline={degrees.pipeline}"
     if degrees.pipeline > job.layers:
-        reasons.append(f"pipeline={degrees.pipeline} is more than layers={job.layers}")
+        reasons.add(3, f"pipeline={degrees.pipeline} is more than layers={job.layers}")
     elif gpus % degrees.gpus:
-        reasons.append(f"{taken} does not divide gpus={gpus}")
+        reasons.add(3, f"{taken} does not divide gpus={gpus}")
     else:
         data = gpus // degrees.gpus
         if data not in wanted.get("data", [data]):
-            reasons.append(f"{taken} leaves data={data} of {gpus} GPUs, not {' or '.join(map(str, wanted['data']))}")
+            reasons.add(4, f"{taken} leaves data={data} of {gpus} GPUs, not {' or '.join(map(str, wanted['data']))}")
         elif job.batch % data:
-            reasons.append(f"batch={job.batch} cannot be shared among data={data}")
+            reasons.add(5, f"batch={job.batch} cannot be shared among data={data}")
         else:
             yield from _complete(job, replace(degrees, data=data), wanted, reasons)
 
 
-def _complete(job: Job, degrees: Configuration, wanted: Mapping[str, Sequence[Any]], reasons: list[str]) -> Iterator[Configuration]:
+def _complete(job: Job, degrees: Configuration, wanted: Mapping[str, Sequence[Any]], reasons: _Reasons) -> Iterator[Configuration]:
     """The configurations with these degrees."""
     per_replica = job.batch // degrees.data
-    samples = wanted.get("microbatch", [size for size in _list_sizes(job) if per_replica % size == 0])
-    if not samples:
-        reasons.append(f"none of the profile's microbatch sizes divides the {per_replica} samples of each of {degrees.data} data ranks")
+    even = [size for size in _list_sizes(job) if per_replica % size == 0]
+    samples = wanted.get("microbatch", [size for size in even if per_replica // size <= MOST_MICROBATCHES])
+    if not even:
+        reasons.add(6, f"none of the profile's microbatch sizes divides the {per_replica} samples of each of {degrees.data} data ranks")
+    elif not samples:
+        fewest = f"{per_replica // max(even)} microbatches of {max(even)}"
+        reasons.add(6, f"{fewest} on each of {degrees.data} data ranks are more than {MOST_MICROBATCHES}: batch counts samples, not tokens")
     sharding = wanted.get("sharding", (1, 2, 3) if degrees.replicas > 1 else (0,))
     can_spread, flash = job.profile is None and degrees.pipeline > 1, job.profile is not None or job.transformer.flash
     vocabulary = wanted.get("vocabulary", VOCABULARIES if can_spread else (ENDS,))
     selective = wanted.get("selective", (False,) if flash else (False, True))
     for size, stage, split, again in product(samples, sharding, vocabulary, selective):
         if per_replica % size:
-            reasons.append(f"microbatch={size} does not divide the {per_replica} samples of each of {degrees.data} data ranks")
+            reasons.add(6, f"microbatch={size} does not divide the {per_replica} samples of each of {degrees.data} data ranks")
         elif per_replica // size > MAX_MICROBATCHES:
-            reasons.append(f"microbatch={size} makes {per_replica // size} microbatches, more than {MAX_MICROBATCHES}")
+            reasons.add(7, f"microbatch={size} makes {per_replica // size} microbatches, more than {MAX_MICROBATCHES}")
         elif split != ENDS and degrees.pipeline == 1:
-            reasons.append(f"vocabulary={split!r} needs more than one pipeline rank")
+            reasons.add(7, f"vocabulary={split!r} needs more than one pipeline rank")
         elif again and flash:
-            reasons.append("selective=True is for attention without flash: flash keeps no scores")
+            reasons.add(7, "selective=True is for attention without flash: flash keeps no scores")
         else:
             yield replace(degrees, microbatch=size, sharding=stage, vocabulary=split, selective=again)
 
 
-def _is_tensor(job: Job, degree: int, reasons: list[str]) -> bool:
+def _is_tensor(job: Job, degree: int, reasons: _Reasons) -> bool:
     model = job.transformer
     keys = model.kv_heads or model.heads
     checked = {"heads": model.heads, "hidden": model.hidden, "ffn": model.feed_forward}
     for name, value in checked.items():
         if value % degree:
-            reasons.append(f"tensor={degree} does not divide {name}={value}")
+            reasons.add(1, f"tensor={degree} does not divide {name}={value}")
             return False
     if keys % degree and degree % keys:
-        reasons.append(f"tensor={degree} and kv_heads={keys}: one must divide the other")
+        reasons.add(1, f"tensor={degree} and kv_heads={keys}: one must divide the other")
         return False
     return True
 
@@ -178,7 +216,8 @@ def _list_powers(most: int) -> list[int]:
 def bound_seconds(costs: JobCosts, microbatches: int) -> float:
     """Seconds that no pipeline of these layers beats: work and updates of the mean rank, or of the rank with the most layers of a kind."""
     ranks = costs.configuration.pipeline
-    steps = [(microbatches * layer.time + layer.update, count) for layer, _, count in costs.count_layers()]
+    run = microbatches * costs.job.overlap
+    steps = [(run * layer.time + layer.update, count) for layer, _, count in costs.count_layers()]
     shares = sum(microbatches * share.time + share.update for share in costs.shares)
     return shares + max(sum(step * count for step, count in steps) / ranks, *(math.ceil(count / ranks) * step for step, count in steps))
 
@@ -207,7 +246,7 @@ class ConfigurationSearch:
 
     def run(self) -> Trial:
         """The best configuration; raises `PlanError` if none fits."""
-        order = sorted((self._bound(configuration) for configuration in self.configurations), key=self._guess)
+        order = sorted(map(self._bound, self._list_possible()), key=self._guess)
         for done, trial in enumerate(order):
             if trial.verdict == Verdict.OVER or (self.best is not None and trial.bound >= self.best.seconds):
                 continue
@@ -220,6 +259,20 @@ class ConfigurationSearch:
             raise PlanError(self._explain_refusal())
         self._time_neighbours()
         return self.best
+
+    def _list_possible(self) -> list[Configuration]:
+        """The configurations that any of the schedules is possible for; raises `PlanError` if there is none."""
+        reasons: dict[str, str] = {}
+        possible: dict[tuple[int, str], bool] = {}  # what decides it
+        for one in self.configurations:
+            if (one.pipeline, one.vocabulary) not in possible:
+                usable, refused = PipelineTrials(make_costs(self.job, one), self.templates).list_usable()
+                possible[one.pipeline, one.vocabulary] = bool(usable)
+                reasons |= refused
+        if not any(possible.values()):
+            listed = "; ".join(f"{name}: {reason}" for name, reason in [*reasons.items()][:_SHOWN])
+            raise PlanError(f"none of the schedules is possible for any of {len(self.configurations)} configurations: {listed}")
+        return [one for one in self.configurations if possible[one.pipeline, one.vocabulary]]
 
     def _bound(self, configuration: Configuration) -> Trial:
         """The configuration with its bounds, not timed."""
@@ -242,6 +295,8 @@ class ConfigurationSearch:
         """Try the schedules of a configuration that may take less than the best time."""
         costs = make_costs(self.job, trial.configuration)
         schedules = tuple(PipelineTrials(costs, self.templates, self.recompute, places_anew=places_anew).run(best))
+        if not schedules:
+            return self.trials.pop(trial.configuration)  # none of the schedules takes so many microbatches
         fits = bool(schedules) and schedules[0].timed is not None
         open_bounds = [tried.bound for tried in schedules if not tried.excess]
         verdict = Verdict.FITS if fits else Verdict.SLOW if open_bounds else Verdict.OVER

@@ -28,14 +28,14 @@ This needs causal attention and flash: other attention looks ahead, or holds sco
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from penstock.errors import CostsError
 from penstock.ir.formats.reading import check_record
 from penstock.planner.profile.profile import Layer, Profile
 from penstock.planner.profile.slices import SUM_BYTES, SliceCost, SliceCosts
-from penstock.text.units import check_count, check_number, parse_size
+from penstock.text.units import check_count, check_number, parse_size, shorten
 
 _BANDWIDTHS = ("bandwidth", "expert_bandwidth", "data_bandwidth", "memory_bandwidth")
 _RATE = "the number of operations per second that a device reaches in practice: write a number above 0, like flops=400e12"
@@ -43,6 +43,7 @@ _SIZES = ("latency", "overhead", "bytes", "gradient_bytes", "optimizer_bytes", *
 _ATTENTION = ("heads", "kv_heads", "head_size", "query_rank", "key_rank")
 _COUNTS = (*_ATTENTION, "layers", "hidden", "sequence", "vocabulary", "ffn", "expert_ffn", "experts_per_token", "expert_parallel", "data")
 _OR_NONE = ("rope", "experts", "shared_experts", "dense_layers")
+_FLAGS = ("gated", "flash", "causal", "dropout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +118,16 @@ class Transformer:
         sizes = self.microbatch if isinstance(self.microbatch, (tuple, list)) else (self.microbatch,)
         object.__setattr__(self, "microbatch", tuple(sizes))
         least = [(name, getattr(self, name), 1) for name in _COUNTS] + [(name, getattr(self, name), 0) for name in _OR_NONE]
+        optional = {field.name for field in fields(self) if field.default is None}
         for name, value, low in [*least, *(("microbatch", size, 1) for size in sizes)]:
-            if value is not None:
+            if value is not None or name not in optional:
                 check_count(name, value, low)
+        for name in _FLAGS:
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and name in optional):
+                raise CostsError(f"{name} must be true or false, got {shorten(value)}")
         for name in _SIZES:
-            if getattr(self, name) is not None:
+            if getattr(self, name) is not None or name not in optional:
                 object.__setattr__(self, name, parse_size(getattr(self, name), name))
                 if name in _BANDWIDTHS and not getattr(self, name):
                     raise CostsError(f"{name} must be more than 0, or left out for unlimited")
