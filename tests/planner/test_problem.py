@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 import penstock as ps
 from penstock.errors import CostsError
 from penstock.ir.placement import Placement
+from penstock.planner.partition.assignment import Assignment
 from penstock.planner.problem import Problem
+from planner.sliced_models import random_model
 
 COSTS = ps.Costs(f=2.0, i=3.0, w=1.0, latency=0.5, activation=1.0, weight_stash=0.5, parameters=4.0)
 
@@ -50,6 +53,18 @@ def test_a_schedule_fits_up_to_the_limit_of_each_rank() -> None:
 def test_a_rank_always_holds_the_parameters_of_its_stages() -> None:
     costs = ps.Costs(parameters=[1.0, 2.0, 4.0, 8.0])
     assert Problem(Placement.v(2), 1, costs).static_memory == (9.0, 6.0)
+
+
+@pytest.mark.parametrize("lengths", [(), (64, 32)])
+def test_fewer_microbatches_are_as_those_of_the_whole(lengths: tuple[int, ...]) -> None:
+    """On the same devices and links of a cluster."""
+    cluster = ps.Cluster([ps.Device(), ps.Device(speed=0.5)], latency=0.25)
+    shape = random_model(np.random.default_rng(0), layers=4), Placement.linear(2)
+    whole, short = (
+        Problem.cut(*shape, count, (2, 2), (False, False), lengths=lengths, assignment=Assignment(cluster, (1, 0))) for count in (8, 3)
+    )
+    assert whole.shorten(3) == short
+    assert whole.shorten(3).assignment == short.assignment
 
 
 @pytest.mark.parametrize(

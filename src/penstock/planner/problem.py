@@ -119,7 +119,7 @@ class Problem:
             return replace(self, microbatches=microbatches)
         assert self.profile is not None
         shape = self.profile, self.placement, microbatches, self.sizes, self.recompute
-        return Problem.cut(*shape, self.memory_limit, self.barrier, self.split, self.lengths)
+        return Problem.cut(*shape, self.memory_limit, self.barrier, self.split, self.lengths, self.assignment)
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
