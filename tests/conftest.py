@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +73,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return nodeid.partition("::" if TOGETHER.search(nodeid) else "[")[0]
 
     return ByFunction(config, log) if config.getoption("dist") in ("load", "loadgroup") else None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_ranks() -> Iterator[None]:
+    """Processes that stand for ranks are forked from one that has imported torch; tests of the start itself use `started_ranks`."""
+    workers = sys.modules.get("penstock.runtime.launch.workers")
+    if workers is None or not hasattr(os, "pidfd_open"):
+        yield
+        return
+    from forked_ranks import RankServer
+
+    with pytest.MonkeyPatch.context() as patch, RankServer() as server:
+        patch.setattr(workers, "subprocess", server)
+        yield
+
+
+@pytest.fixture
+def started_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank is a process of its own from the beginning, as outside of the tests."""
+    monkeypatch.setattr(sys.modules["penstock.runtime.launch.workers"], "subprocess", subprocess)
 
 
 @pytest.fixture(scope="session")
