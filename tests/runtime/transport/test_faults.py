@@ -273,8 +273,9 @@ def test_reports_of_direct_channels_tell_faults_apart(transport: str, tmp_path: 
     """In one run: an exception, a wrong shape, a stall, each in a steady step and followed by a good one; at last a rank is killed."""
 
     def run() -> list[Any]:
-        traps: list[Callable[[], None] | None] = [raise_it, None, lambda: time.sleep(4)]
         pipe, model, x, y = make(deadline=2.0, group=dist.group.WORLD, transport=transport)
+        traps: list[Callable[[], None] | None] = [raise_it, None, partial(wait_for_the_report, model[2])]
+        model[2].group = pipe.group
         first = pipe.step(x, target=y).loss
         found = []
         for trap in traps:
