@@ -98,18 +98,9 @@ def started_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def start_workers() -> Iterator[Callable[[], Workers]]:
     """Gives the pool of this session; a new one if a test has lost a process of the old one."""
-    from penstock.runtime.launch.workers import Workers
+    from forked_ranks import serve_pools
 
-    started: list[Workers] = []
-
-    def start() -> Workers:
-        if not started or any(process.poll() is not None for process in started[-1].processes):
-            started.append(Workers(4))
-        return started[-1]
-
-    yield start
-    for pool in started:
-        pool.close()
+    yield from serve_pools()
 
 
 @pytest.fixture

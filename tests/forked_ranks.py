@@ -15,10 +15,30 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.runtime.launch.workers import Workers
 
 _LONGEST = 1 << 18
 """Bytes of a request, which holds the environment."""
+
+
+def serve_pools() -> Iterator[Callable[[], Workers]]:
+    """Yield a function that gives a pool of four ranks: the same again, or a new one if a process of it has ended."""
+    from penstock.runtime.launch.workers import Workers
+
+    started: list[Workers] = []
+
+    def start() -> Workers:
+        if not started or any(process.poll() is not None for process in started[-1].processes):
+            started.append(Workers(4))
+        return started[-1]
+
+    yield start
+    for pool in started:
+        pool.close()
 
 
 class ForkedProcess:
@@ -58,7 +78,9 @@ class RankServer:
 
     PIPE, TimeoutExpired = subprocess.PIPE, subprocess.TimeoutExpired
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
+        self._modules = modules
+        """What the ranks of its tests import besides."""
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -66,7 +88,13 @@ class RankServer:
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-c", "import gc; gc.disable(); from forked_ranks import serve; serve()", str(theirs.fileno())]
+        command = [
+            sys.executable,
+            "-c",
+            "import gc; gc.disable(); from forked_ranks import serve; serve()",
+            str(theirs.fileno()),
+            *self._modules,
+        ]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
         theirs.close()
         return ours
@@ -99,6 +127,7 @@ class RankServer:
 def serve() -> None:
     """Fork ranks and tell how they end, until the socket is closed."""
     import gc
+    import importlib
 
     import torch
     import torch.distributed.fsdp
@@ -106,6 +135,8 @@ def serve() -> None:
 
     from penstock.runtime.launch.worker import main
 
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()
     requests = socket.socket(fileno=int(sys.argv[1]))
