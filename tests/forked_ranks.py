@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,19 +27,24 @@ _LONGEST = 1 << 18
 
 
 def serve_pools() -> Iterator[Callable[[], Workers]]:
-    """Yield a function that gives a pool of four ranks: the same again, or a new one if a process of it has ended."""
+    """Yield a function that gives a pool of four ranks: the same again, or a new one if a process of it has ended.
+
+    Tests of another folder get a new one too: what ranks have imported and compiled makes their garbage collections slow.
+    """
     from penstock.runtime.launch.workers import Workers
 
-    started: list[Workers] = []
+    with ExitStack() as open_pools:
+        pool, used_by = None, ""
 
-    def start() -> Workers:
-        if not started or any(process.poll() is not None for process in started[-1].processes):
-            started.append(Workers(4))
-        return started[-1]
+        def start() -> Workers:
+            nonlocal pool, used_by
+            folder = os.environ["PYTEST_CURRENT_TEST"].split("/")[1]
+            if pool is None or folder != used_by or any(process.poll() is not None for process in pool.processes):
+                open_pools.close()
+                pool, used_by = open_pools.enter_context(Workers(4)), folder
+            return pool
 
-    yield start
-    for pool in started:
-        pool.close()
+        yield start
 
 
 class ForkedProcess:
@@ -130,6 +136,8 @@ def serve() -> None:
     import importlib
 
     import torch
+    import torch._dynamo
+    import torch.distributed.checkpoint
     import torch.distributed.fsdp
     import torch.distributed.tensor
 

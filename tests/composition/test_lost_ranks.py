@@ -282,7 +282,7 @@ def test_ranks_come_back_at_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
 
     def start_late(workers: Workers, number: int) -> Any:
         if workers._count:  # the others save and go on meanwhile
-            time.sleep(2)
+            time.sleep(1)
         return start(workers, number)
 
     monkeypatch.setattr(Workers, "_start", start_late)
