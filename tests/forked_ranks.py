@@ -61,7 +61,9 @@ class ForkedProcess:
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
-            if not select.select([self._status], [], [], timeout)[0]:
+            status = select.poll()
+            status.register(self._status, select.POLLIN)
+            if not status.poll(None if timeout is None else timeout * 1000):
                 raise subprocess.TimeoutExpired(f"forked rank {self.pid}", timeout or 0.0)
             self.returncode = int(os.read(self._status, 16))
             os.close(self._status)
