@@ -24,7 +24,7 @@ from runtime.models import by_batch
 
 SOON, LATE = 100.0, 300.0
 """Failures must be known long before the deadline, which no wait here may reach."""
-DEADLINE = 4.0
+DEADLINE = 6.0
 """The deadline of tests in which a rank is late."""
 
 
