@@ -96,7 +96,7 @@ def started_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def start_workers() -> Iterator[Callable[[], Workers]]:
+def start_workers(forked_ranks: None) -> Iterator[Callable[[], Workers]]:
     """Gives the pool of this session; a new one if a test has lost a process of the old one."""
     from forked_ranks import serve_pools
 

@@ -17,7 +17,7 @@ LIBRARIES = ("transformers.trainer", "transformers.models.auto.modeling_auto", "
 
 
 @pytest.fixture(scope="package")
-def start_workers() -> Iterator[Callable[[], Workers]]:
+def start_workers(forked_ranks: None) -> Iterator[Callable[[], Workers]]:
     """Gives a pool for these tests, so that no other test has ranks with so much in memory."""
     from penstock.runtime.launch import workers
 
