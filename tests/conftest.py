@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -72,21 +75,32 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFunction(config, log) if config.getoption("dist") in ("load", "loadgroup") else None
 
 
+@pytest.fixture(scope="session", autouse=True)
+def forked_ranks() -> Iterator[None]:
+    """Processes that stand for ranks are forked from one that has imported torch; tests of the start itself use `started_ranks`."""
+    workers = sys.modules.get("penstock.runtime.launch.workers")
+    if workers is None or not hasattr(os, "pidfd_open"):
+        yield
+        return
+    from forked_ranks import RankServer
+
+    with pytest.MonkeyPatch.context() as patch, RankServer() as server:
+        patch.setattr(workers, "subprocess", server)
+        yield
+
+
+@pytest.fixture
+def started_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank is a process of its own from the beginning, as outside of the tests."""
+    monkeypatch.setattr(sys.modules["penstock.runtime.launch.workers"], "subprocess", subprocess)
+
+
 @pytest.fixture(scope="session")
-def start_workers() -> Iterator[Callable[[], Workers]]:
+def start_workers(forked_ranks: None) -> Iterator[Callable[[], Workers]]:
     """Gives the pool of this session; a new one if a test has lost a process of the old one."""
-    from penstock.runtime.launch.workers import Workers
+    from forked_ranks import serve_pools
 
-    started: list[Workers] = []
-
-    def start() -> Workers:
-        if not started or any(process.poll() is not None for process in started[-1].processes):
-            started.append(Workers(4))
-        return started[-1]
-
-    yield start
-    for pool in started:
-        pool.close()
+    yield from serve_pools()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # the benchmarks are a folder of scripts
@@ -30,12 +31,15 @@ WITHOUT_EXTRAS = ["simulation", "planner", "overhead", "runtime"]
 """Suites that are run without optional packages, one of each kind: arrays, the planner, threads, and processes that the script starts."""
 
 
+@pytest.mark.filterwarnings("default")  # as when it is run by itself
 def test_a_short_run_fills_the_report(tmp_path: Path) -> None:
+    """In this process; the suites of the next test are run by the command."""
     suites = [name for name in script.SUITES if name not in WITHOUT_EXTRAS]
-    command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), *suites, "--short", "--out", str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+    threads = torch.get_num_threads()
+    try:
+        assert script.main([*suites, "--short", "--out", str(tmp_path)]) == 0
+    finally:
+        torch.set_num_threads(threads)
     found = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert list(found["suites"]) == suites
     assert found["machine"].keys() >= {"cores", "processor", "Python", "torch", "numpy"}
@@ -281,7 +285,7 @@ def fail(engine):
 def wrong_on_one(engine):
     return Outcome("differs" if dist.get_rank() else "right", f"rank {dist.get_rank()}")
 for run, ranks in ((hang, 1), (crash, 1), (fail, 2), (wrong_on_one, 2)):
-    outcome = run_case(Case("0", "", "", run, ranks=ranks), None, 5 if run is hang else 100)
+    outcome = run_case(Case("0", "", "", run, ranks=ranks), None, 2 if run is hang else 100)
     print(outcome.symptom, "|", outcome.text)
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
@@ -297,7 +301,6 @@ for run, ranks in ((hang, 1), (crash, 1), (fail, 2), (wrong_on_one, 2)):
 
 
 def test_gradients_are_compared_by_kind() -> None:
-    import torch
     from benchmarks.cases.outcome import compare_gradients
     from torch import nn
 

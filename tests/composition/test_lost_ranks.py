@@ -277,12 +277,25 @@ def come_back(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_ranks_come_back_at_a_checkpoint(tmp_path: Path) -> None:
+def test_ranks_come_back_at_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Workers._start
+
+    def start_late(workers: Workers, number: int) -> Any:
+        if workers._count:  # the others save and go on meanwhile
+            time.sleep(1)
+        return start(workers, number)
+
+    monkeypatch.setattr(Workers, "_start", start_late)
     found = run(come_back, (str(tmp_path),), losses=5, restart=True)
     check(found, train_alone(2, LONG, 2), set())
-    assert [result["started"] for result in found] == [4, 12, 8, 14]
-    lost = [None if said is None else said[:6] for said in found[0]["lost"]]
-    assert lost == [None, None, "rank 2", "rank 2", None, None, "rank 1", "rank 1", "rank 3", "rank 3", None, None]
+    started = [result["started"] for result in found]
+    assert started in (
+        [4, again, earlier, 14] for again in (10, 12) for earlier in (6, 8)
+    )  # ranks that are lost in a save may be back for it
+    gone = {2: range(6, started[2]), 1: range(10, started[1]), 3: range(12, started[3])}
+    for step, said in enumerate(found[0]["lost"], started[0]):
+        names = [f"rank {number}" for number, steps in gone.items() if step in steps]
+        assert [said and said[:6]] == (names or [None])
 
 
 def lose_a_shard() -> str:

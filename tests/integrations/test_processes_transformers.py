@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 logger = logging.getLogger(__name__)
 CONFIG = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4)
-LENGTH = 12
+LENGTH, STEPS = 12, 25
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -62,7 +62,7 @@ def arguments(folder: str, batch: int, **more: Any) -> TrainingArguments:
         "use_cpu": True,
         "per_device_train_batch_size": batch,
         "per_device_eval_batch_size": batch,
-        "max_steps": 50,
+        "max_steps": STEPS,
         "logging_steps": 1,
         "learning_rate": 3e-3,
         "lr_scheduler_type": "cosine",
@@ -132,16 +132,16 @@ def use_whole_model(trainer: Any) -> Any:
     return messages, model.generate(prompt, max_new_tokens=4, do_sample=False).tolist(), model.state_dict()
 
 
-def test_fifty_steps_are_those_of_the_plain_trainer(workers: Workers, tmp_path: Path) -> None:
+def test_steps_are_those_of_the_plain_trainer(workers: Workers, tmp_path: Path) -> None:
     """With accumulation that the batches of an epoch do not fill, clipping, warm-up and labels of different numbers, on two data ranks of
     two stages each. Afterwards the trained model can be used as a whole on every rank, once it is gathered."""
     options = {"gradient_accumulation_steps": 3, "max_grad_norm": 0.5}
     plain = workers.run(run, ("plain", str(tmp_path / "plain"), 8, options, {}, use_whole_model), ranks=1)[0]
     piped = workers.run(run, ("pipe", str(tmp_path / "pipe"), 4, options, TWO_BY_TWO, use_whole_model), ranks=4)
-    assert len(plain[0]) == 50
+    assert len(plain[0]) == STEPS
     assert plain[0][-1][0] < plain[0][0][0] - 1
     worst = max(abs(one[0] / other[0] - 1) for steps, *_ in piped for one, other in zip(steps, plain[0], strict=True))
-    logger.info("largest relative difference of a loss over 50 steps: %.1e", worst)
+    logger.info("largest relative difference of a loss over %d steps: %.1e", STEPS, worst)
     for steps, _, (messages, tokens, state) in piped:
         assert_same_history(steps, plain[0])
         assert ["trainer.gather_model()" in sentence for sentence in messages] == [True] * 3

@@ -25,17 +25,15 @@ BEHIND = {("Ett|(tt|)*29,m|L", 50e9, 1): 0.006}
 """Layouts, bandwidths and heads for which the planner stays behind with Megatron's schedules alone, and by how much: its cuts have the same
 load on the slowest rank, and no shift of one cut makes them faster."""
 
-HEADS, BANDWIDTHS = [1, 2], [None, 200e9, 50e9]
-"""Runs of the head: one, or one more for multi-token prediction. Bandwidths of all-to-alls: from unlimited, with equal blocks, to
-one that makes dense blocks half as long as the others."""
+BANDWIDTHS = [None, 200e9, 50e9]
+"""Bandwidths of all-to-alls: from unlimited, with equal blocks, to one that makes dense blocks half as long as the others."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("expert_bandwidth", BANDWIDTHS)
+@pytest.mark.parametrize(("expert_bandwidth", "heads"), [*zip(BANDWIDTHS, (2, 2, 1), strict=True)])
 @pytest.mark.parametrize("published", DOCUMENTED, ids=str)
 def test_the_planner_is_not_slower_with_megatron_s_own_schedules(published: Published, expert_bandwidth: float | None, heads: int) -> None:
-    """The plan is a layout too, and takes the same time when it is read again."""
+    """The plan is a layout too, and takes the same time when it is read again. A second run of the head is for multi-token prediction."""
     profile = published.profile(expert_bandwidth, heads)
     layout, plan = compare(published, profile, MEGATRON)
     behind = BEHIND.get((published.text, expert_bandwidth, heads), 0.0)
@@ -56,11 +54,10 @@ def test_the_planner_is_not_slower_with_megatron_s_own_schedules(published: Publ
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads", HEADS[:1])
 @pytest.mark.parametrize("expert_bandwidth", BANDWIDTHS)
 @pytest.mark.parametrize("published", DOCUMENTED, ids=str)
-def test_the_planner_is_never_slower_with_other_schedules(published: Published, expert_bandwidth: float | None, heads: int) -> None:
-    layout, plan = compare(published, published.profile(expert_bandwidth, heads), [*MEGATRON, "zbv", "dualpipe-v"])
+def test_the_planner_is_never_slower_with_other_schedules(published: Published, expert_bandwidth: float | None) -> None:
+    layout, plan = compare(published, published.profile(expert_bandwidth, 1), [*MEGATRON, "zbv", "dualpipe-v"])
     assert plan.predicted.makespan <= layout.predicted.makespan
 
 

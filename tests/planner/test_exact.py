@@ -43,7 +43,7 @@ def check_claims(problem: Problem, solved: Solved) -> None:
 
 @needs_solver
 @pytest.mark.slow
-@settings(deadline=None, max_examples=16)
+@settings(deadline=None, max_examples=10)
 @given(problem=problems())
 def test_the_solver_finds_the_best_order_and_its_bound_stays_below(problem: Problem) -> None:
     check_against_all_orders(problem)
@@ -51,7 +51,7 @@ def test_the_solver_finds_the_best_order_and_its_bound_stays_below(problem: Prob
 
 @needs_solver
 @pytest.mark.slow
-@settings(deadline=None, max_examples=5)
+@settings(deadline=None, max_examples=3)
 @given(problem=problems(SMALL))
 def test_the_solver_finds_the_best_of_more_orders(problem: Problem) -> None:
     check_against_all_orders(problem)
@@ -71,7 +71,7 @@ def check_against_all_orders(problem: Problem) -> None:
 
 @needs_solver
 @pytest.mark.slow
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=8)
 @given(problem=problems(output=True))
 def test_the_bound_holds_with_receive_buffers(problem: Problem) -> None:
     """When buffers are taken depends on how receives are placed: the model may allow more, and says so by not claiming a proof."""
@@ -136,7 +136,7 @@ def larger(draw: st.DrawFn) -> tuple[Problem, Schedule]:
 @given(drawn=larger())
 def test_the_solver_returns_its_best_when_time_is_up(drawn: tuple[Problem, Schedule]) -> None:
     problem, start = drawn
-    solved = solve(problem, seconds=0.6, start=start, workers=1)
+    solved = solve(problem, seconds=0.3, start=start, workers=1)
     check_claims(problem, solved)
     assert solved.objective <= problem.objective(problem.evaluate(start))
 

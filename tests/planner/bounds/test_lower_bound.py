@@ -192,6 +192,13 @@ def test_tight_memory_bounds_more_than_work_does(placement: Placement, microbatc
     assert slow.all["one rank"] >= slow.all["flow"] >= quick.value
 
 
+def test_a_size_next_to_nothing_counts_as_nothing() -> None:
+    """Its share of the limit is too small for a number."""
+    costs = Costs(activation=1.0, weight_stash=5e-324)
+    problems = [Problem(Placement.linear(4), 3, each, (3.0, 3.0, 2.0, 1.0)) for each in (costs, replace(costs, weight_stash=0.0))]
+    assert lower_bound(problems[0]).value == lower_bound(problems[1]).value
+
+
 @needs_solver
 def test_the_linear_program_closes_what_no_quick_bound_does() -> None:
     """Equal times on a V with room for half of what zbv needs: 59 steps, which the exact solver finds."""

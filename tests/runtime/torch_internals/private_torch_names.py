@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -29,6 +30,12 @@ KNOWN = {name for kind in (nn.Module(), Tensor, GradScaler, Node, PipelineStage,
 """Attributes of torch's usual classes."""
 
 
+@lru_cache(maxsize=1)
+def list_nodes(tree: ast.AST) -> list[ast.AST]:
+    """All nodes of a file, which are gone through many times."""
+    return list(ast.walk(tree))
+
+
 def is_private(name: str) -> bool:
     return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
 
@@ -40,7 +47,7 @@ def is_own(node: ast.AST) -> bool:
 def read_aliases(tree: ast.AST) -> dict[str, str]:
     """Map each name that a file imports from torch to its full name."""
     aliases: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in list_nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == "torch":
@@ -62,7 +69,7 @@ def spell(node: ast.AST, aliases: dict[str, str]) -> str | None:
 
 def read_texts(tree: ast.AST, *functions: str) -> Iterator[str]:
     """Yield the texts that a file gives to these functions as arguments."""
-    for node in ast.walk(tree):
+    for node in list_nodes(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions:
             yield from (
                 part.value
@@ -79,9 +86,9 @@ def _is_formatted(argument: ast.AST) -> bool:
 def find_dotted(tree: ast.AST) -> Iterator[str]:
     """Yield the private names that a file imports, reaches from `torch`, or looks up."""
     aliases = read_aliases(tree)
-    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    inner = {id(node.value) for node in list_nodes(tree) if isinstance(node, ast.Attribute)}
     full_names = set(aliases.values()) | set(read_texts(tree, "find_private", "check_names"))
-    full_names |= {name for node in ast.walk(tree) if id(node) not in inner and (name := spell(node, aliases)) is not None}
+    full_names |= {name for node in list_nodes(tree) if id(node) not in inner and (name := spell(node, aliases)) is not None}
     for name in full_names:
         if any(map(is_private, name.split("."))):
             yield name
@@ -90,7 +97,7 @@ def find_dotted(tree: ast.AST) -> Iterator[str]:
 def find_attributes(tree: ast.AST, own: set[str]) -> Iterator[str]:
     """Yield torch's private attributes that a file reads, sets, checks, or names in `getattr`, `attrgetter` and the like."""
     aliases = read_aliases(tree)
-    for node in ast.walk(tree):
+    for node in list_nodes(tree):
         if not (isinstance(node, ast.Attribute) and is_private(node.attr) and spell(node, aliases) is None):
             continue
         if node.attr not in own or (node.attr in KNOWN and not is_own(node.value)):
@@ -102,7 +109,7 @@ def find_attributes(tree: ast.AST, own: set[str]) -> Iterator[str]:
 
 def find_definitions(tree: ast.AST) -> Iterator[str]:
     """Yield the private names that a file defines: functions, classes, variables, and attributes set on `self` or `cls`."""
-    for node in ast.walk(tree):
+    for node in list_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

@@ -52,6 +52,7 @@ class Trap(nn.Module):
         self.forward_trap: Callable[[], None] | None = None
         self.backward_trap: Callable[[], None] | None = None
         self.calls = 0
+        self.group: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         made = self.map(x)
@@ -95,7 +96,7 @@ def survive(set_trap: Callable[[Trap], None], victim: int, deadline: float = LAT
     values = [parameter.detach().clone() for parameter in pipe.parameters()]
     found = []
     for _ in range(2):
-        model[victim].calls = 0
+        model[victim].calls, model[victim].group = 0, pipe.group
         set_trap(model[victim])
         found.append(caught(lambda: pipe.step(x, target=y)))
         model[victim].forward_trap = model[victim].backward_trap = None
@@ -110,6 +111,13 @@ def survive(set_trap: Callable[[Trap], None], victim: int, deadline: float = LAT
 
 def raise_it() -> None:
     raise ValueError("no such token")
+
+
+def wait_for_the_report(trap: Trap) -> None:
+    """Stall until another rank gives up."""
+    until = time.monotonic() + LATE
+    while trap.group.connection is not None and time.monotonic() < until:
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("victim", range(RANKS))
@@ -179,7 +187,7 @@ def test_stall_past_the_deadline(trio: Run, victim: int) -> None:
     """The headline names the rank that stalls, also if the first to complain waits for a rank in between."""
 
     def set_trap(trap: Trap) -> None:
-        trap.forward_trap = lambda: time.sleep(4)
+        trap.forward_trap = partial(wait_for_the_report, trap)
 
     for times in zip(*trio(survive, (set_trap, victim, 1.0)), strict=True):
         assert len({report for report, _, _ in times}) == 1
@@ -265,8 +273,9 @@ def test_reports_of_direct_channels_tell_faults_apart(transport: str, tmp_path: 
     """In one run: an exception, a wrong shape, a stall, each in a steady step and followed by a good one; at last a rank is killed."""
 
     def run() -> list[Any]:
-        traps: list[Callable[[], None] | None] = [raise_it, None, lambda: time.sleep(4)]
         pipe, model, x, y = make(deadline=2.0, group=dist.group.WORLD, transport=transport)
+        traps: list[Callable[[], None] | None] = [raise_it, None, partial(wait_for_the_report, model[2])]
+        model[2].group = pipe.group
         first = pipe.step(x, target=y).loss
         found = []
         for trap in traps:
@@ -352,6 +361,7 @@ def test_killed_rank(victim: int, tmp_path: Path) -> None:
         assert f"ranks [{victim}] have ended" in again
 
 
+@pytest.mark.usefixtures("started_ranks")
 def test_lost_workers_are_not_used_again() -> None:
     with Workers(2) as workers:
         with pytest.raises(LostRankError, match="rank 1 ended with exit code 7"):
@@ -360,6 +370,7 @@ def test_lost_workers_are_not_used_again() -> None:
             workers.run(rank)
 
 
+@pytest.mark.usefixtures("started_ranks")
 def test_rank_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers_module, "GRACE", 1.0)
 
@@ -409,6 +420,7 @@ def wait_until(done: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.usefixtures("started_ranks")
 def test_launch_on_processes() -> None:
     """Results by rank, functions of this module, arguments, and the caller's random state on every rank."""
     torch.manual_seed(7)

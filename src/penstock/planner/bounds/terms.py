@@ -154,7 +154,7 @@ def _find_usable(copies: tuple[ModelCopy, ...], rank: int, room: float) -> float
         stages = list(copy.stages_of(rank))
         for table in (copy.activation, copy.stash, copy.received, copy.returned):
             sizes.update(table[stages].ravel().tolist())
-    shares = [size / room for size in sizes if size > 0] if 0 < room < math.inf else []
+    shares = [share for size in sizes if (share := size / room) > 0] if 0 < room < math.inf else []
     if not shares or math.prod(1 / share + 1 for share in shares) > _MOST_SUMS:
         return room
     sums = np.zeros(1)
