@@ -26,12 +26,15 @@ _LONGEST = 1 << 18
 """Bytes of a request, which holds the environment."""
 
 
-def serve_pools() -> Iterator[Callable[[], Workers]]:
+def serve_pools(server: RankServer | None = None) -> Iterator[Callable[[], Workers]]:
     """Yield a function that gives a pool of four ranks: the same again, or a new one if a process of it has ended.
 
-    Tests of another folder get a new one too: what ranks have imported and compiled makes their garbage collections slow.
+    Tests of another folder get a new one too: what ranks have imported and compiled makes their garbage collections slow. The ranks are
+    forked from `server`, by default as all others are.
     """
-    from penstock.runtime.launch.workers import Workers
+    import pytest  # not in the process that ranks are forked from
+
+    from penstock.runtime.launch import workers
 
     with ExitStack() as open_pools:
         pool, used_by = None, ""
@@ -41,7 +44,9 @@ def serve_pools() -> Iterator[Callable[[], Workers]]:
             folder = os.environ["PYTEST_CURRENT_TEST"].split("/")[1]
             if pool is None or folder != used_by or any(process.poll() is not None for process in pool.processes):
                 open_pools.close()
-                pool, used_by = open_pools.enter_context(Workers(4)), folder
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(workers, "subprocess", server or workers.subprocess)
+                    pool, used_by = open_pools.enter_context(workers.Workers(4)), folder
             return pool
 
         yield start

@@ -16,14 +16,11 @@ if TYPE_CHECKING:
 LIBRARIES = ("transformers.trainer", "transformers.models.auto.modeling_auto", "trl", "lightning.pytorch")
 
 
-@pytest.fixture(scope="package")
-def start_workers(forked_ranks: None) -> Iterator[Callable[[], Workers]]:
+@pytest.fixture(scope="session")
+def start_workers() -> Iterator[Callable[[], Workers]]:
     """Gives a pool for these tests, so that no other test has ranks with so much in memory."""
-    from penstock.runtime.launch import workers
-
     if not hasattr(os, "pidfd_open"):
         yield from serve_pools()
         return
-    with pytest.MonkeyPatch.context() as patch, RankServer(*LIBRARIES) as server:
-        patch.setattr(workers, "subprocess", server)
-        yield from serve_pools()
+    with RankServer(*LIBRARIES) as server:
+        yield from serve_pools(server)
