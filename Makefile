@@ -35,7 +35,7 @@ demo: $(BASE)  ## measure, plan, prove and train a small GPT, one process per co
 
 test: $(DEV) $(PAGE)  ## check style, types and the page and run every test; TORCH=2.15.0 chooses the version of torch, for other targets too
 	$(MAKE) --no-print-directory -j 2 --output-sync=target lint page
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 3  # one of them mostly waits for the processes that it tests
 
 quick: $(DEV) lint  ## check style and types and run the tests that are not slow
 	$(BIN)/python -m pytest -q -n 2 -m 'not slow' --hypothesis-profile=quick

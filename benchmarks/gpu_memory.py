@@ -94,6 +94,10 @@ class _Alone(Group):
     def activity(self, rank: int) -> Activity:
         return self.own
 
+    @property
+    def generation(self) -> int:
+        return 0
+
     def number_pipeline(self, rank: int) -> int:
         return 1
 

@@ -45,9 +45,19 @@ def test_every_action_takes_its_time(case: Case) -> None:
     table, costs = case
     timeline = run(case)
     takes = {kind: costs.table(kind.name.lower(), table.stages, table.units) for kind in (*COMPUTE, *SHARES)}
+    multiples = {Kind.S: costs.rank_s, Kind.T: costs.rank_t}
+
+    def multiply(rank: int, kind: Kind, stage: int) -> float:
+        """How many times the time of its stage an action takes on a rank: one value per rank, or one for each end."""
+        of_kind = multiples.get(kind, 1.0)
+        of_rank = of_kind[rank] if isinstance(of_kind, tuple) else of_kind
+        return of_rank[stage > 0] if isinstance(of_rank, tuple) else of_rank
+
     for rank in range(table.ranks):
         for span in timeline.spans(rank):
-            parts = [takes[part.kind][part.stage, part.unit(table.slices)] for part in span.action.parts]
+            parts = [
+                takes[part.kind][part.stage, part.unit(table.slices)] * multiply(rank, part.kind, part.stage) for part in span.action.parts
+            ]
             assert span.end - span.start == sum(parts) * (costs.overlap if len(parts) > 1 else 1)
     for transfer in timeline.transfers():
         latency, bandwidth = (
