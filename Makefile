@@ -33,10 +33,9 @@ setup: $(DEV)  ## create .venv and install everything that the tests need
 demo: $(BASE)  ## measure, plan, prove and train a small GPT, one process per core up to 4, against 1F1B, and write demo/report.html
 	@$(BIN)/python examples/demo.py
 
-# Three at a time on two cores: one of them runs the tests on processes, and mostly waits for these.
 test: $(DEV) $(PAGE)  ## check style, types and the page and run every test; TORCH=2.15.0 chooses the version of torch, for other targets too
 	$(MAKE) --no-print-directory -j 2 --output-sync=target lint page
-	$(BIN)/python -m pytest -q -n 3
+	$(BIN)/python -m pytest -q -n 2
 
 quick: $(DEV) lint  ## check style and types and run the tests that are not slow
 	$(BIN)/python -m pytest -q -n 2 -m 'not slow' --hypothesis-profile=quick
