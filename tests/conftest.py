@@ -45,7 +45,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 APART = re.compile(
-    r"tests/(compat/(?!torch/test_(names|signatures)\.py)|models/|docs/|studio/)|/test_(bad_input|checkpoint_resume|search|search_orders|advice|differences|memory|shared|hanayo|compiled|main|whole_backward|running_statistics|bounds_exact|budget|boundaries|planted_faults|ends|operators_types|random_models|slices|moves|offload|published_runs|plan_slices|hugging_face|batch_planner|pipelines|tradeoff|save|against_every_order|named_schedules|html)\.py::"
+    r"tests/(compat/(?!torch/test_(names|signatures)\.py)|models/|docs/|studio/)|/test_(bad_input|checkpoint_resume|search|search_orders|advice|differences|memory|shared|hanayo|compiled|main|whole_backward|running_statistics|bounds_exact|budget|boundaries|planted_faults|ends|operators_types|random_models|slices|moves|offload|published_runs|plan_slices|hugging_face|batch_planner|pipelines|tradeoff|save|against_every_order|uneven_vocabulary|clusters|named_schedules|html)\.py::"
 )
 """What the quick run leaves out besides: the peers' interfaces (but for names and signatures), whole models, pages, and files that take
 long for what they tell."""
