@@ -35,7 +35,7 @@ _TIMES = {
 _SHARE_TIMES = {Kind.S: "s", Kind.T: "t"}
 _EARLY = 2
 """How many embeddings are made before the forward that needs the first of them."""
-_PENDING = 2
+MOST_PENDING = 2
 """How many microbatches a rank has run S of, at most, before it runs the T of the first of them."""
 _SAME = 1e-9
 """Moments that differ by less than this share count as one."""
@@ -268,7 +268,7 @@ class _Run:
         if embeddings and embeddings[0][0] < self.used + self.early:
             return heapq.heappop(embeddings)[1]
         late = [head for head in (True, False) if shares[Kind.T, head]]
-        if late and (self.pending[rank] if late[0] else len(shares[Kind.T, False])) >= _PENDING:
+        if late and (self.pending[rank] if late[0] else len(shares[Kind.T, False])) >= MOST_PENDING:
             return shares[Kind.T, late[0]].popleft()
         queues.sort(key=lambda queue: queue[0])
         for place, queue in enumerate(queues):

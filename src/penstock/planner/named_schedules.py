@@ -17,7 +17,7 @@ from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Ints, Rows
 from penstock.ir.schedule import Schedule
-from penstock.passes.vocabulary import Vocabulary, spread_vocabulary
+from penstock.passes.vocabulary import MOST_PENDING, Vocabulary, spread_vocabulary
 from penstock.planner.candidate import Candidate, Verdict
 from penstock.planner.partition.assignment import Assignment, Orders
 from penstock.planner.partition.cut import list_neighbours
@@ -58,8 +58,6 @@ _STEPS = (8, 4, 2, 1)
 """By how many steps of the granularity a slice is made longer or shorter, one after the other."""
 _AHEAD = (0, 1, 2)
 """How many more activations a rank may hold while its vocabulary is spread over all ranks."""
-_PENDING = 2
-"""Microbatches of which a rank holds logits, at most."""
 _MOST_SHIFTS, _SHIFT_CELLS = 240, 60_000
 """Shares of the rows that are timed for one schedule when rows are shifted, and their cells all together."""
 _ROW_STEPS = (0.08, 0.04, 0.02, 0.01)
@@ -437,7 +435,7 @@ def _share_within_memory(last: Candidate, layers: bool) -> Iterator[Candidate]:
     for _ in range(_ROUNDS):
         problem = last.problem
         assert problem.profile is not None
-        held = problem.ranks * sum(layer.static + _PENDING * layer.activation for layer in problem.profile.shares)
+        held = problem.ranks * sum(layer.static + MOST_PENDING * layer.activation for layer in problem.profile.shares)
         equal = (1 / problem.ranks,) * problem.ranks
         rows = problem.rows or equal
         free = [limit - peak for limit, peak in zip(problem.limits, last.timeline.peak_memory, strict=True)]

@@ -22,7 +22,7 @@ from penstock.errors import PenstockError
 from penstock.ir.costs import Costs
 from penstock.ir.kind import Kind
 from penstock.ir.rows import Ints
-from penstock.passes.vocabulary import Vocabulary, spread_vocabulary
+from penstock.passes.vocabulary import MOST_PENDING, Vocabulary, spread_vocabulary
 from penstock.planner.bounds.spread_bound import bound_spread
 from penstock.planner.candidate import Candidate
 from penstock.planner.job.block_shares import BlockShares, Shares
@@ -43,8 +43,6 @@ _USUAL = Costs(f=1.0, i=1.15, w=0.75, weight_stash=0.6)
 """About the proportions of a transformer's block: they show where a schedule peaks and what its critical path is."""
 _AHEAD = (1, 0, 2)
 """How many more activations a rank may hold while its vocabulary is shared: tried first, tried if memory is short, and tried at last."""
-_PENDING = 2
-"""Microbatches whose logits a rank holds at its peak."""
 _LIKE, _JOINS_LIKE = 2.0, 4.0
 """Shares, and their collectives, whose times differ by less than these factors have one order."""
 _LEAST_RATIO = 0.01
@@ -275,7 +273,7 @@ class PipelineTrials:
     def _try(self, template: ScheduleTemplate, best: float) -> ScheduleTrial:
         order, moments = template.candidate, template.moments
         if self.costs.shares:
-            pending = _PENDING * sum(list_logits(self.costs.profile(), self.costs.shares))
+            pending = MOST_PENDING * sum(list_logits(self.costs.profile(), self.costs.shares))
             moments = tuple(replace(moment, other=pending) for moment in moments)
         placement, limit = order.problem.placement, self._limit
         limits = [limit] * placement.ranks
