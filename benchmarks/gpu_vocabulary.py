@@ -33,7 +33,7 @@ FAMILIES = {"1f1b": ("1f1b",), "the best of four": ("1f1b", "interleaved-1f1b", 
 
 def vocabulary(device: Any, small: bool) -> dict[str, Any]:
     there = torch.cuda.is_available()
-    width, length, layers, count, words = (16, 8, 8, 6, 64) if small else (2048, 512, 16, 24, 262144)
+    width, length, layers, count, words = (16, 8, 8, 6, 64) if small else (2048, 1024, 16, 24, 262144)
     dtype = torch.float64 if small else torch.bfloat16
     sms, lanes = (SMS, create_streams(RANKS, SMS)) if there else (None, [None])
     torch.manual_seed(0)

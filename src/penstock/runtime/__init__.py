@@ -29,9 +29,10 @@ from penstock.runtime.measure.drift import Drift
 from penstock.runtime.measure.metrics import RankMetrics, StepMetrics
 from penstock.runtime.model.hugging_face import HuggingFace
 from penstock.runtime.model.partition import Layers, Partition
+from penstock.runtime.parallel.collective_lane import ProcessLane, ThreadLane
 from penstock.runtime.parallel.gradients import GradScaler
 from penstock.runtime.parallel.mesh import device_mesh
-from penstock.runtime.parallel.vocabulary import ProcessLane, SpreadEmbedding, SpreadHead, ThreadLane
+from penstock.runtime.parallel.vocabulary import SpreadEmbedding, SpreadHead
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.sequence.prefix import Prefix, prefix_of
 from penstock.runtime.train.data_order import DataOrder

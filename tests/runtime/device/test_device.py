@@ -6,11 +6,14 @@ import ctypes
 import itertools
 import threading
 import time
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 import penstock as ps
@@ -18,6 +21,7 @@ from penstock.errors import ScheduleError
 from penstock.runtime import Pipeline, StepResult, launch
 from penstock.runtime.batch.result import ResultShare
 from penstock.runtime.device import autocast, gpu, graphs, rng, streams, timing
+from penstock.runtime.parallel.collective_lane import Collective, Sum, ThreadLane
 from runtime.models import assert_same, blocks, by_loop, by_pipeline
 
 
@@ -44,11 +48,11 @@ class Event:
     def __init__(self, enable_timing: bool = False) -> None:
         self.time, self.stream = 0, None
 
-    def record(self) -> None:
-        self.time, self.stream = time.perf_counter_ns() + self.AHEAD, here.stream
+    def record(self, stream: Stream) -> None:
+        self.time, self.stream = time.perf_counter_ns() + self.AHEAD, stream
 
-    def wait(self) -> None:
-        here.stream.after.append(self)
+    def wait(self, stream: Stream) -> None:
+        stream.after.append(self)
 
     def synchronize(self) -> None:
         assert self.stream is not None, "never recorded"
@@ -70,12 +74,20 @@ class Cuda:
 
     Stream, Event = Stream, Event
     is_available = staticmethod(lambda: True)
-    current_stream = staticmethod(lambda: here.stream)
+    current_device = staticmethod(lambda: 0)
+    current_stream = staticmethod(lambda device=0: here.stream)
     get_rng_state = staticmethod(lambda: None)
 
     @staticmethod
     def set_stream(stream: Stream) -> None:
         here.stream = stream
+
+    @staticmethod
+    @contextmanager
+    def stream(stream: Stream) -> Iterator[None]:
+        before, here.stream = here.stream, stream
+        yield
+        here.stream = before
 
 
 @pytest.fixture
@@ -158,6 +170,11 @@ def test_a_recorded_step_has_times_of_the_device(name: str) -> None:
     assert found.bubble < 1
 
 
+class Named(NamedTuple):
+    first: Tensor | None
+    second: Tensor
+
+
 class OnDevice(torch.Tensor):
     """A tensor that says that it is on a GPU, and on which streams it is used."""
 
@@ -169,12 +186,38 @@ class OnDevice(torch.Tensor):
 
 @pytest.mark.usefixtures("pretended")
 def test_gathered_tensors_are_kept_until_they_are_used() -> None:
-    """Also those in the fields of a dataclass, as a step's result has them."""
-    alone, inside, deep = (torch.zeros(1).as_subclass(OnDevice) for _ in range(3))
-    streams.record_use(
-        [alone, torch.zeros(1), ResultShare(losses={0: (inside, 1.0)}, outputs={1: {"deep": [deep, "text"]}}), ResultShare, None]
-    )
-    assert [tensor.__dict__["used"] for tensor in (alone, inside, deep)] == [[here.stream]] * 3
+    """Also those in the fields of a dataclass, as a step's result has them, and in named tuples."""
+    alone, inside, deep, named = (torch.zeros(1).as_subclass(OnDevice) for _ in range(4))
+    share = ResultShare(losses={0: (inside, 1.0)}, outputs={1: {"deep": [deep, "text"]}})
+    streams.record_use([alone, torch.zeros(1), share, {"named": Named(None, named)}, ResultShare, None])
+    assert [tensor.__dict__["used"] for tensor in (alone, inside, deep, named)] == [[here.stream]] * 4
+
+
+@pytest.mark.usefixtures("pretended")
+def test_collectives_of_virtual_ranks_have_a_stream_of_their_own() -> None:
+    """It waits for what the ranks have done when they join, and each rank for the collective when it takes the result."""
+    before = here.stream
+    lanes, ranks = ThreadLane.create(2), [Stream(), Stream()]
+    values = [torch.full((1,), rank + 1.0).as_subclass(OnDevice) for rank in range(2)]
+    joined = []
+
+    def add(value: Tensor) -> Collective:
+        used.append(here.stream)
+        return (yield Sum(value))
+
+    used: list[Stream] = []
+    for lane, stream, value in zip(lanes, ranks, values, strict=True):
+        Cuda.set_stream(stream)
+        joined.append(lane.join(add(value), value))
+    own = used[0]
+    assert used == [own, own]
+    assert own not in (before, *ranks)
+    assert [event.stream for event in own.after] == ranks
+    assert all(own in value.__dict__["used"] for value in values)
+    for lane, stream, collective in zip(lanes, ranks, joined, strict=True):
+        Cuda.set_stream(stream)
+        assert lane.take(collective).item() == 3
+        assert stream.after[-1].stream is own
 
 
 @pytest.mark.usefixtures("pretended")

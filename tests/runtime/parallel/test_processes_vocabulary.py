@@ -16,7 +16,8 @@ from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.passes.vocabulary import Vocabulary, spread_vocabulary
 from penstock.runtime.launch.workers import Workers
-from penstock.runtime.parallel.vocabulary import ProcessLane, SpreadEmbedding, SpreadHead, split_rows
+from penstock.runtime.parallel.collective_lane import ProcessLane
+from penstock.runtime.parallel.vocabulary import SpreadEmbedding, SpreadHead, split_rows
 
 VOCABULARY, HIDDEN, TOKENS, UNITS = 11, 6, 5, 3
 IGNORED = -100

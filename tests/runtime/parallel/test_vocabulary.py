@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.errors import PipelineError
-from penstock.runtime.parallel.vocabulary import SpreadEmbedding, SpreadHead, ThreadLane, split_rows
+from penstock.runtime.parallel.collective_lane import Collective, Sum, ThreadLane, exchange_nothing
+from penstock.runtime.parallel.vocabulary import SpreadEmbedding, SpreadHead, split_rows
 
 VOCABULARY, HIDDEN, TOKENS, UNITS = 10, 4, 6, 5
 
@@ -187,6 +188,29 @@ def test_a_lane_that_another_rank_has_abandoned_is_told() -> None:
         first.abandon()
         with pytest.raises(PipelineError, match="the collectives were abandoned after a failure"):
             head.run_share(0, torch.zeros(TOKENS, dtype=torch.int64))
+
+
+def test_ranks_at_different_collectives_are_told() -> None:
+    first, second = ThreadLane.create(2)
+    head = SpreadHead(draw(0, VOCABULARY, HIDDEN), lane=first, owner=0)
+    head.join_broadcast(0, draw(1, TOKENS, HIDDEN))
+    second.join(exchange_nothing())
+    with pytest.raises(PipelineError, match="1 of 2 ranks are at a broadcast: every rank must join the same collectives in the same order"):
+        head.run_share(0, torch.zeros(TOKENS, dtype=torch.int64))
+
+
+def test_an_error_within_a_collective_is_raised_where_it_is_taken() -> None:
+    def fail(value: Tensor) -> Collective:
+        total = yield Sum(value)
+        raise ArithmeticError(f"{total.item()}")
+
+    lanes = ThreadLane.create(2)
+    joined = [lane.join(fail(torch.ones(1))) for lane in lanes]
+    for lane, collective in zip(lanes, joined, strict=True):
+        with pytest.raises(ArithmeticError, match=r"2\.0"):
+            lane.take(collective)
+    values = [lane.join(exchange_nothing(torch.ones(1))) for lane in lanes]
+    assert [lane.take(collective).item() for lane, collective in zip(lanes, values, strict=True)] == [1, 1]
 
 
 def test_tokens_of_a_type_with_few_digits() -> None:

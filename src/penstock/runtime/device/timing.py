@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.runtime.device.gpu import cuda, is_initialized
-from penstock.runtime.device.streams import record_event
+from penstock.runtime.device.streams import get_current_stream, record_event
 from penstock.runtime.torch_internals import pytree
 
 clock = time.perf_counter_ns
@@ -40,21 +40,21 @@ class ActionTimer:
 
     def start(self) -> None:
         """Read the host's clock at a known moment of the GPU's."""
-        self.reference.record()
+        self.reference.record(get_current_stream())
         self.reference.synchronize()
         self.zero = clock()
 
     def begin(self, at: int) -> None:
         self.at, self.fresh = at, True
-        self.begun[at].record()
+        self.begun[at].record(get_current_stream())
 
     def begin_again(self) -> None:
         """Count the present action from now, if it has only waited so far."""
         if self.fresh:
-            self.begun[self.at].record()
+            self.begun[self.at].record(get_current_stream())
 
     def end(self, at: int) -> None:
-        self.ended[at].record()
+        self.ended[at].record(get_current_stream())
 
     def times(self, events: Sequence[Any]) -> list[int]:
         """Nanoseconds of each recorded event, once it has happened. Integers are times already, and stay."""

@@ -24,15 +24,8 @@ from penstock.runtime.batch.step_input import StepInput
 from penstock.runtime.device.timing import clock
 from penstock.runtime.model.spread_ends import SpreadEnds
 from penstock.runtime.model.tied_parameters import Gather, Place
-from penstock.runtime.parallel.vocabulary import (
-    CollectiveLane,
-    JoinedCollective,
-    MeetingPoint,
-    ProcessLane,
-    SpreadEmbedding,
-    SpreadHead,
-    ThreadLane,
-)
+from penstock.runtime.parallel.collective_lane import CollectiveLane, JoinedCollective, MeetingPoint, ProcessLane, ThreadLane
+from penstock.runtime.parallel.vocabulary import SpreadEmbedding, SpreadHead
 from penstock.runtime.tensors.tensor_rows import TensorRows
 from penstock.runtime.torch_internals.tensors import assert_on_device
 from penstock.runtime.transport.group import Group
@@ -257,9 +250,8 @@ class SpreadVocabulary:
         if isinstance(parent, VirtualGroup):
             shared = gather("lane of the vocabulary", MeetingPoint(self.group.ranks, self.deadline) if self.rank == 0 else None)[0]
             virtual = ThreadLane(self.rank, shared)
-            virtual.on_join, virtual.before_take = parent.notify, partial(self._wait_for_threads, parent, rank, virtual)
+            virtual.on_join, virtual.before_take = parent.notify, partial(self._wait_for_threads, parent, rank)
             virtual.on_take = self._note_waited
-            gather("lane of the vocabulary", None)  # nobody asks who has joined before all have a lane
             return virtual
         assert isinstance(parent, Processes)
         members = self.group if isinstance(self.group, ProcessSubgroup) else get_subgroup(parent, parent.members)
@@ -274,11 +266,10 @@ class SpreadVocabulary:
             return self.group.parent, self.group.members[self.rank]
         return self.group, self.rank
 
-    def _wait_for_threads(self, group: VirtualGroup, rank: int, lane: ThreadLane, collective: JoinedCollective) -> None:
-        """Let other virtual ranks run until all have joined; the collective then ends without them."""
-        if not lane.have_all_joined(collective):
-            group.wait(rank, lambda: lane.have_all_joined(collective), _WAIT, self.deadline)
-        if collective.future.exception() is not None:  # waits for its end
+    def _wait_for_threads(self, group: VirtualGroup, rank: int, collective: JoinedCollective) -> None:
+        """Let other virtual ranks run until all have joined: the last one runs the collective."""
+        group.wait(rank, collective.future.done, _WAIT, self.deadline)
+        if collective.future.exception() is not None:
             group.enter(rank, self.deadline)  # raises the failure that has ended the collective
 
     def _wait_for_processes(self, group: Processes, collective: JoinedCollective) -> None:

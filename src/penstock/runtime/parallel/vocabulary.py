@@ -15,41 +15,35 @@ the sum of exp(z_r): two collectives of one number per token, because the larges
 the rank's times exp(z_r - z). The gradient of the head's input is the sum over the ranks of exp(z_r - z) times what S has computed with
 the rank's softmax, less the weights of the target's row: a third collective.
 
-The collectives of both layers run in the background on one `CollectiveLane`, one at a time and in the order in which they are joined: that
+The collectives of both layers run on one `CollectiveLane`, one at a time and in the order in which they are joined: that
 order is the same on all ranks, as the verifier's rule `joined` proves. The losses are those of `torch.nn.functional.cross_entropy`.
 """
 
 from __future__ import annotations
 
 import math
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from datetime import timedelta
-from typing import Any, NamedTuple, Self
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.errors import PipelineError
 from penstock.runtime.batch.loss import NO_MAP, LogitMap
-from penstock.runtime.device.connections import broadcast_options
 from penstock.runtime.device.rows import scale_rows, take_softmax
-from penstock.runtime.device.streams import create_streams, record_event, record_use, use_stream, wait_event
-from penstock.runtime.device.timing import mark_time
+from penstock.runtime.parallel.collective_lane import (
+    Broadcast,
+    Collective,
+    CollectiveLane,
+    JoinedCollective,
+    Largest,
+    Sum,
+    exchange_nothing,
+)
 from penstock.runtime.torch_internals.tensors import gradient_hooks, post_accumulate_hooks
-from penstock.runtime.transport.group import do_nothing
 from penstock.text.numbers import format_count
 
-_LOOK = timedelta(seconds=0.2)
-"""How long a thread waits for a collective of processes before it looks whether these were abandoned."""
-
-
-_ABANDONED = "the collectives were abandoned after a failure"
 _MOST_DIMENSIONS = 8
 """Of the head's input, if its shape travels with it."""
 
@@ -85,221 +79,6 @@ def _check_shares(shares: Sequence[float], ranks: int) -> None:
         raise PipelineError(f"rank {wrong} has a share of {shares[wrong]} of the vocabulary: it is a part, from 0 to 1")
     if shares and not math.isclose(sum(shares), 1.0, abs_tol=1e-6):
         raise PipelineError(f"the shares of the vocabulary are {sum(shares):.6g} in all, not 1: give the part of each of {ranks} ranks")
-
-
-class JoinedCollective(NamedTuple):
-    """A collective that a rank has joined."""
-
-    number: int
-    """How many the rank had joined before it."""
-    future: Future[Any]
-
-
-class CollectiveLane(ABC):
-    """Runs the collectives of one rank in the background, one after the other, in the order in which they are joined.
-
-    On a GPU they run on a stream of their own. Use it as a context manager, or call `close` when the last one has been waited for.
-    """
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks = rank, ranks
-        self.joined = 0
-        """How many collectives this rank has joined."""
-        self.on_join: Callable[[], None] | None = None
-        """Called by the rank's thread when it has joined a collective."""
-        self.before_take: Callable[[JoinedCollective], None] | None = None
-        """Called by the rank's thread before it takes the result of a collective, to wait for it in another way; may raise."""
-        self.on_take: Callable[[], None] | None = None
-        """Called by the rank's thread when it has the result of a collective, and so has its stream."""
-        self.times: list[tuple[Any, Any]] | None = None
-        """When each collective began on this rank and when it ended, as `mark_time` tells it; None unless these are recorded."""
-        self._thread = ThreadPoolExecutor(1, f"collectives of rank {rank}", initializer=use_stream, initargs=(create_streams(2)[1],))
-
-    def join(self, work: Callable[[], Any], *tensors: Tensor) -> JoinedCollective:
-        """Run `work`, which may do several collectives, when those before it are done; it uses these tensors."""
-        ready, times = record_event(), self.times
-
-        def run() -> tuple[Any, Any]:
-            wait_event(ready)
-            record_use(tensors)
-            begun = None if times is None else mark_time()
-            with torch.no_grad():
-                value = work()
-            if times is not None:
-                times.append((begun, mark_time()))
-            return value, record_event()
-
-        collective = JoinedCollective(self.joined, self._thread.submit(run))
-        self.joined += 1
-        if self.on_join is not None:
-            self.on_join()
-        return collective
-
-    def take(self, collective: JoinedCollective) -> Any:
-        """The result of a collective, for this thread's stream to use. Waits for it, and raises the error that it has raised."""
-        if self.before_take is not None:
-            self.before_take(collective)
-        value, done = collective.future.result()
-        wait_event(done)
-        if self.on_take is not None:
-            self.on_take()
-        record_use(value)
-        return value
-
-    def settle(self) -> None:
-        """Wait until all collectives that this rank has joined have ended."""
-        self._thread.submit(do_nothing).result()
-
-    @abstractmethod
-    def broadcast(self, value: Tensor, source: int) -> Tensor:
-        """The value of one rank on all ranks, in place. Like the others, called within the work of `join`, by every rank."""
-
-    @abstractmethod
-    def sum_on(self, target: int, value: Tensor) -> Tensor:
-        """The sum of all ranks' values on one rank; the others get some tensor of its shape. May change the value."""
-
-    @abstractmethod
-    def sum_everywhere(self, value: Tensor) -> Tensor:
-        """The sum of all ranks' values on all ranks. May change the value."""
-
-    @abstractmethod
-    def find_largest(self, value: Tensor) -> Tensor:
-        """The largest of all ranks' values, element by element, on all ranks. May change the value."""
-
-    def close(self) -> None:
-        self._thread.shutdown()
-
-    def abandon(self) -> None:
-        """Close after a failure: collectives that not all ranks will join are not waited for."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class ProcessLane(CollectiveLane):
-    """The collectives of processes, by a process group of torch.distributed, by default that of all processes.
-
-    The group should have no other traffic, because a message between two of its ranks may come between its collectives. It may also be one
-    that torch.distributed does not know, such as a `torch.distributed.ProcessGroupGloo`.
-    """
-
-    def __init__(self, group: Any = None) -> None:
-        world: Any = dist.group.WORLD
-        if group is None and world is None:
-            raise PipelineError("torch.distributed is not initialised: call init_process_group first, or give a process group")
-        self.group = world if group is None else group
-        super().__init__(self.group.rank(), self.group.size())
-        self._is_own = group is not None
-        self._abandoned = False
-
-    def broadcast(self, value: Tensor, source: int) -> Tensor:
-        return self._wait(self.group.broadcast([value], broadcast_options(source)), value)
-
-    def sum_on(self, target: int, value: Tensor) -> Tensor:
-        options = dist.ReduceOptions()
-        options.rootRank = target
-        return self._wait(self.group.reduce([value], options), value)
-
-    def sum_everywhere(self, value: Tensor) -> Tensor:
-        return self._wait(self.group.allreduce([value]), value)
-
-    def find_largest(self, value: Tensor) -> Tensor:
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
-        return self._wait(self.group.allreduce([value], options), value)
-
-    def _wait(self, work: Any, value: Tensor) -> Tensor:
-        """The value after a collective. A wait of gloo's cannot be interrupted, so it is made of short ones; NCCL's do not block."""
-        while value.is_cpu and not work.is_completed():
-            with suppress(RuntimeError):  # not yet
-                work.wait(_LOOK)
-            if self._abandoned:
-                raise PipelineError(_ABANDONED)
-        work.wait()
-        return value
-
-    def abandon(self) -> None:
-        """Also aborts the group, which must be one of this lane's own: collectives in progress would last until their deadline."""
-        self._abandoned = True
-        super().abandon()
-        if self._is_own:
-            self.group.abort()
-
-
-class ThreadLane(CollectiveLane):
-    """The collectives of virtual ranks, which are threads of one process on one device: `ThreadLane.create(ranks)` gives one per rank."""
-
-    def __init__(self, rank: int, shared: MeetingPoint) -> None:
-        super().__init__(rank, len(shared.values))
-        self._shared = shared
-        shared.lanes[rank] = self
-
-    @classmethod
-    def create(cls, ranks: int, timeout: float = 60.0) -> list[ThreadLane]:
-        """One lane per rank. A collective that not all ranks have joined after `timeout` seconds fails on all of them."""
-        shared = MeetingPoint(ranks, timeout)
-        return [cls(rank, shared) for rank in range(ranks)]
-
-    def have_all_joined(self, collective: JoinedCollective) -> bool:
-        """Whether every rank has joined a collective, so that it ends without any of them."""
-        return all(lane is not None and lane.joined > collective.number for lane in self._shared.lanes)
-
-    def abandon(self) -> None:
-        super().abandon()
-        self._shared.abandoned = True
-        self._shared.barrier.abort()
-
-    def broadcast(self, value: Tensor, source: int) -> Tensor:
-        with self._shared.meet(self.rank, value) as values:
-            return value if self.rank == source else value.copy_(values[source])
-
-    def sum_on(self, target: int, value: Tensor) -> Tensor:
-        with self._shared.meet(self.rank, value) as values:
-            return sum(values[1:], start=values[0]) if self.rank == target else value
-
-    def sum_everywhere(self, value: Tensor) -> Tensor:
-        with self._shared.meet(self.rank, value) as values:
-            return sum(values[1:], start=values[0])
-
-    def find_largest(self, value: Tensor) -> Tensor:
-        with self._shared.meet(self.rank, value) as values:
-            return torch.stack(values).amax(dim=0)
-
-
-class MeetingPoint:
-    """Where threads lay out their values for each other."""
-
-    def __init__(self, ranks: int, timeout: float) -> None:
-        self.values: list[Any] = [None] * ranks
-        self.events: list[Any] = [None] * ranks
-        self.lanes: list[ThreadLane | None] = [None] * ranks
-        self.timeout, self.barrier = timeout, threading.Barrier(ranks)
-        self.abandoned = False
-        """Whether any rank has abandoned its lane."""
-
-    @contextmanager
-    def meet(self, rank: int, value: Tensor) -> Iterator[list[Tensor]]:
-        """The values of all ranks, for as long as they stay as they are."""
-        self.values[rank], self.events[rank] = value, record_event()
-        self._wait_for_all()
-        yield list(self.values)
-        self.events[rank] = record_event()
-        self._wait_for_all()
-
-    def _wait_for_all(self) -> None:
-        """Wait until every rank is here, and for what their streams have done before."""
-        try:
-            self.barrier.wait(self.timeout)
-        except threading.BrokenBarrierError:
-            if self.abandoned:
-                raise PipelineError(_ABANDONED) from None
-            raise PipelineError(f"not all of {len(self.values)} ranks have joined a collective within {self.timeout:g} s") from None
-        for event in self.events:
-            wait_event(event)
 
 
 class _RowShard:
@@ -338,6 +117,14 @@ class _RowShard:
         place = tokens.long() - self.first  # types with few digits would wrap around
         own = (place >= 0) & (place < len(self.weight))
         return own, place.remainder(len(self.weight))
+
+
+def _broadcast(value: Tensor, source: int) -> Collective:
+    return (yield Broadcast(value, source))
+
+
+def _sum_on(target: int, value: Tensor) -> Collective:
+    return (yield Sum(value, target))
 
 
 def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -456,26 +243,26 @@ class SpreadHead(_RowShard):
     def join_broadcast(self, unit: int, hidden: Tensor) -> None:
         """BROADCAST: `hidden` is the head's input on the owner; elsewhere a tensor of its shape and type, which is overwritten."""
         value = hidden.detach().contiguous()
-        self._join_broadcast(unit, lambda: self.lane.broadcast(value, self.owner), value)
+        self._join_broadcast(unit, _broadcast(value, self.owner), value)
 
     def join_broadcast_of_any_shape(self, unit: int, hidden: Tensor | None) -> None:
         """BROADCAST with its shape: `hidden` is the head's input on the owner, and None elsewhere. All ranks must call this one."""
         value = None if hidden is None else hidden.detach().contiguous()
 
-        def broadcast() -> Tensor:
+        def broadcast() -> Collective:
             sizes = torch.zeros(1 + _MOST_DIMENSIONS, dtype=torch.int64, device=self.weight.device)
             if value is not None:
                 sizes[: 1 + value.dim()] = torch.tensor([value.dim(), *value.shape])
-            count, *shape = self.lane.broadcast(sizes, self.owner).tolist()
+            count, *shape = (yield Broadcast(sizes, self.owner)).tolist()
             received = self.weight.new_empty(shape[:count]) if value is None else value
-            return self.lane.broadcast(received, self.owner)
+            return (yield Broadcast(received, self.owner))
 
-        self._join_broadcast(unit, broadcast, *([] if value is None else [value]))
+        self._join_broadcast(unit, broadcast(), *([] if value is None else [value]))
 
-    def _join_broadcast(self, unit: int, work: Callable[[], Tensor], *tensors: Tensor) -> None:
+    def _join_broadcast(self, unit: int, steps: Collective, *tensors: Tensor) -> None:
         if unit in self._inputs or unit in self._shares:
             raise PipelineError(f"microbatch {unit} of the spread head is in progress already")
-        self._inputs[unit] = self.lane.join(work, *tensors)
+        self._inputs[unit] = self.lane.join(steps, *tensors)
 
     def compute_logits(self, unit: int) -> Tensor:
         """S without targets: the logits of the rank's rows, with which the microbatch ends. Every rank joins COMBINE with nothing."""
@@ -485,7 +272,7 @@ class SpreadHead(_RowShard):
 
     def join_nothing(self) -> None:
         """COMBINE without targets."""
-        self.lane.join(do_nothing)
+        self.lane.join(exchange_nothing())
 
     def run_share(
         self, unit: int, targets: Tensor, weights: Tensor | float = 1.0, *, gradients: bool = True, outputs: bool = False
@@ -524,7 +311,7 @@ class SpreadHead(_RowShard):
     def join_combine(self, unit: int) -> None:
         """COMBINE: the denominator of the softmax over all rows, the losses, and the gradient of the head's input."""
         share = self._shares[unit]
-        combined = self.lane.join(lambda: self._combine(share), *(tensor for tensor in share if tensor is not None))
+        combined = self.lane.join(self._combine(share), *(tensor for tensor in share if tensor is not None))
         self._losses[unit] = combined
         if share.hidden is None:
             del self._shares[unit]
@@ -533,9 +320,9 @@ class SpreadHead(_RowShard):
         if self.lane.rank == self.owner:
             self._gradients[unit] = combined
 
-    def _combine(self, share: _Share) -> _Combined:
-        largest = self.lane.find_largest(share.log_total.clone())
-        total, picked = self.lane.sum_everywhere(torch.stack(((share.log_total - largest).exp(), share.picked)))
+    def _combine(self, share: _Share) -> Collective:
+        largest = yield Largest(share.log_total.clone())
+        total, picked = yield Sum(torch.stack(((share.log_total - largest).exp(), share.picked)))
         log_total = largest + total.log()
         factor = (share.log_total - log_total).exp().to(self.dtype)
         losses = torch.where(share.counts, log_total - picked, 0.0).to(self.dtype)
@@ -543,7 +330,7 @@ class SpreadHead(_RowShard):
             return _Combined(factor, losses, None)
         slope = share.own if share.slope is None else share.own * share.slope
         gradient = share.gradient * factor[:, None] - slope[:, None] * self.weight.detach()[share.place]
-        gradient = self.lane.sum_on(self.owner, gradient * share.scale[:, None])
+        gradient = yield Sum(gradient * share.scale[:, None], self.owner)
         return _Combined(factor, losses, gradient.to(share.hidden.dtype))
 
     def take_losses(self, unit: int) -> Tensor:
@@ -612,7 +399,7 @@ class SpreadEmbedding(_RowShard):
     def join_combine(self, unit: int) -> None:
         """COMBINE: the rows of all tokens, on the owner."""
         made = self._made.pop(unit)
-        combined = self.lane.join(lambda: self.lane.sum_on(self.owner, made), made)
+        combined = self.lane.join(_sum_on(self.owner, made), made)
         if self.lane.rank == self.owner:
             self._combined[unit] = combined
 
@@ -630,9 +417,9 @@ class SpreadEmbedding(_RowShard):
         """
         value = gradient.detach().contiguous()
         if self.frozen:
-            self._gradients[unit] = self.lane.join(lambda: value, value)
+            self._gradients[unit] = self.lane.join(exchange_nothing(value), value)
             return
-        self._gradients[unit] = self.lane.join(lambda: self.lane.broadcast(value, self.owner), value)
+        self._gradients[unit] = self.lane.join(_broadcast(value, self.owner), value)
 
     def add_weight_gradients(self, unit: int) -> None:
         """T: add to the gradients of the rank's rows. Waits for the BROADCAST."""
