@@ -336,7 +336,7 @@ class TimelineSource:
         placement = named.layout.place(named.shape(source.ranks or RANKS, 1, source.chunks))
         return replace(source, extra={"costs": self._stage_costs(placement)}).table()
 
-    def _stage_costs(self, placement: Placement, slices: int = 1) -> Costs:
+    def _stage_costs(self, placement: Placement, slices: int = 1, microbatches: int | None = None) -> Costs:
         from penstock.ir.costs import Costs
 
         costs = self.costs or Costs()
@@ -345,7 +345,7 @@ class TimelineSource:
         if self.cluster is None:
             return costs
         try:
-            return self.cluster.apply(costs, placement)
+            return self.cluster.apply(costs, placement, microbatches)
         except CostsError as error:  # of several sources, the one that does not suit the cluster
             raise CostsError(f"{self.source.source}: {error}") from None
 
@@ -362,7 +362,7 @@ class TimelineSource:
             refuse_unused(self.costs, table)
         engine = "plain" if len(table.rows.codes) < FEW else "auto"
         try:
-            timeline = simulate(table, self._stage_costs(table.placement, table.slices), engine=engine)
+            timeline = simulate(table, self._stage_costs(table.placement, table.slices, table.microbatches), engine=engine)
             units = self._choose_units(timeline.units)
             return timeline if units == timeline.units else timeline.in_units(units)
         except ScheduleError as error:

@@ -78,12 +78,17 @@ def test_ranks_take_as_long_as_the_devices_of_a_cluster(run, cluster):
     assert said["busy"] == [9, 18]
 
 
+def test_copies_of_the_model_take_as_long_as_their_own_devices(run, cluster):
+    """Each rank runs half of the 4 microbatches on either stage."""
+    said = json.loads(run("simulate", "chimera", "-m", 4, "--cluster", cluster, "--json").out)
+    assert said["busy"] == [12, 24]
+
+
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
         (("1f1b", "-p", 4), "4 ranks on a cluster of 2 devices"),
         (("1f1b", "--costs", "f=2,latency=1"), "--costs: leave out latency, because --cluster has the links"),
-        (("chimera", "-p", 2), "chimera: stage 0 is on ranks 0 and 1, one for each copy of the model, and their devices have speeds"),
         (("saved.json",), "saved.json has the costs of its own devices: give --costs"),
     ],
 )

@@ -398,30 +398,44 @@ class Cluster:
             lanes=None if self.lanes is None else permute(self.lanes, devices),
         )
 
-    def apply(self, costs: Costs, placement: Placement) -> Costs:
+    def apply(self, costs: Costs, placement: Placement, microbatches: int | None = None) -> Costs:
         """Costs in which every stage takes as long as it does on the device of its rank, and messages as long as on its links.
 
+        If a placement has several copies of the model, whose devices differ in speed, give the number of `microbatches`: a stage takes as
+        long as on the device that runs it for the microbatch. The optimizer's step takes as long as on the slowest of these devices.
         If a vocabulary is spread over devices of different speeds (`s` and `t`), each takes as many rows as it is fast.
 
         >>> from penstock.ir.costs import Costs
         >>> from penstock.ir.placement import Placement
-        >>> Cluster([Device(), Device(speed=0.5)]).apply(Costs(f=1.0), Placement.linear(2)).f
+        >>> slow_second = Cluster([Device(), Device(speed=0.5)])
+        >>> slow_second.apply(Costs(f=1.0), Placement.linear(2)).f
         (1.0, 2.0)
+        >>> slow_second.apply(Costs(f=1.0), Placement.bidirectional(2), microbatches=4).f
+        ((1.0, 2.0, 1.0, 2.0), (2.0, 1.0, 2.0, 1.0))
         """
         self.check_ranks(placement.ranks)
-        self.check_copies(placement)
-        speeds = [self.devices[rank].speeds for rank in placement.copies[0]]
-        if any(speed.layers is not None for speed in speeds):
+        if microbatches is None:
+            try:
+                self.check_copies(placement)
+            except CostsError as error:
+                raise CostsError(f"{error}; or give microbatches=, so that each takes as long as on the devices of its copy") from None
+        speeds = [[self.devices[rank].speeds for rank in ranks] for ranks in placement.copies]
+        of_devices = {speed for of_copy in speeds for speed in of_copy}
+        if any(speed.layers is not None for speed in of_devices):
             raise CostsError("the speeds of the devices are per layer, and costs know only stages: plan with a profile instead")
-        if costs.b is not None and any(speed.i != speed.w for speed in speeds):
+        if costs.b is not None and any(speed.i != speed.w for speed in of_devices):
             raise CostsError("costs.b is the time of a full backward, and i and w differ in speed: give i and w instead of b")
-        values = {"f": "f", "i": "i", "w": "w", "b": "w", "optimizer": "optimizer"}
-        values |= {"s": "f", "t": "w"} if self.has_equal_devices else {}
-        times: dict[str, Any] = {
-            name: _divide(getattr(costs, name), [getattr(speed, of) for speed in speeds])
-            for name, of in values.items()
-            if getattr(costs, name)
-        }
+        names = {"f": "f", "i": "i", "w": "w", "b": "w", "optimizer": "optimizer"}
+        names |= {"s": "f", "t": "w"} if self.has_equal_devices else {}
+        times: dict[str, Any] = {}
+        for name, of in names.items():
+            by_copy = [tuple(getattr(speed, of) for speed in of_copy) for of_copy in speeds]
+            if not getattr(costs, name):
+                continue
+            if name == "optimizer" or len(set(by_copy)) == 1 or microbatches is None:
+                times[name] = _divide(getattr(costs, name), list(map(min, zip(*by_copy, strict=True))))
+            else:
+                times[name] = _divide_by_copies(costs.table(name, placement.stages, microbatches), by_copy)
         if not self.has_equal_devices or not self.devices[0].speeds.is_one:
             costs = replace(costs, **times, **self._share_vocabulary(costs, placement))
         return replace(costs, **self.link_fields)
@@ -670,6 +684,15 @@ def _divide(value: Any, speeds: Sequence[float]) -> Any:
     return tuple(
         tuple(item / speed for item in row) if isinstance(row, tuple) else row / speed for row, speed in zip(rows, speeds, strict=True)
     )
+
+
+def _divide_by_copies(table: NDArray[np.float64], speeds: Sequence[Sequence[float]]) -> Any:
+    """Values per stage (row) and microbatch, divided by the speeds of the stages in the microbatch's copy of the model."""
+    rows = table.tolist()
+    for stage, row in enumerate(rows):
+        for microbatch, value in enumerate(row):
+            row[microbatch] = value / speeds[microbatch % len(speeds)][stage]
+    return tuple(map(tuple, rows))
 
 
 def _read_devices(data: Any) -> Iterator[Device]:
