@@ -30,16 +30,10 @@ class Case:
         return {"cluster": self.cluster, "microbatches": self.microbatches, "memory_limit": self.limits, "split": self.split}
 
     def list_problems(self, placement: ps.Placement | None = None) -> Iterator[Problem]:
-        """Every order of the devices with every partition, by default with one stage per rank.
-
-        Orders in which one stage would be on devices of different speeds do not count.
-        """
+        """Every order of the devices with every partition, by default with one stage per rank."""
         ranks, layers = len(self.cluster), len(self.profile)
         placement = ps.Placement.linear(ranks) if placement is None else placement
         for devices in permutations(range(ranks)):
-            speeds = [[self.cluster.devices[devices[rank]].speeds for rank in copy] for copy in placement.copies]
-            if speeds != [speeds[0]] * len(speeds):
-                continue
             assignment = Assignment(self.cluster, devices)
             limits = None if self.limits is None else assignment.arrange(self.limits)
             for inner in combinations(range(1, layers), placement.stages - 1):
@@ -125,10 +119,17 @@ def draw_named_case(chance: random.Random) -> Case:
     return _draw_different(chance, chance.randint(5, 7), lambda speeds: [chance.choice(speeds) for _ in range(3)])
 
 
-def draw_paired_case(chance: random.Random) -> Case:
-    """The same with two or four devices in pairs of equal speed, for schedules with two copies of the model, which exchange gradients."""
+def draw_copied_case(chance: random.Random, *, paired: bool) -> Case:
+    """The same with two or four devices for schedules with two copies of the model, which exchange gradients.
+
+    If `paired`, the devices are in pairs of equal speed.
+    """
     ranks = chance.choice((2, 4, 4))
-    case = _draw_different(chance, chance.randint(ranks + 1, 6), lambda speeds: chance.sample(speeds * 2, ranks // 2) * 2)
+
+    def draw_speeds(speeds: list[Any]) -> list[Any]:
+        return chance.sample(speeds * 2, ranks // 2) * 2 if paired else [chance.choice(speeds) for _ in range(ranks)]
+
+    case = _draw_different(chance, chance.randint(ranks + 1, 6), draw_speeds)
     layers = [replace(layer, gradients=chance.choice((0.0, 1.0, 4.0))) for layer in case.profile.layers]
     return replace(case, profile=replace(case.profile, layers=layers))
 

@@ -173,9 +173,7 @@ class _Trials:
 
     def _time_named(self, request: Request, at_least: int = 0) -> Iterator[Candidate]:
         """The named schedules, the smallest first, while cells are left; and that many in any case."""
-        usable, _ = list_candidates(
-            request.names, request.ranks, len(request.profile), request.slices, request.no_slices, cluster=request.cluster
-        )
+        usable, _ = list_candidates(request.names, request.ranks, len(request.profile), request.slices, request.no_slices)
         pairs = ((named, profile) for profile in request.profiles for named in usable)
         for place, (named, profile) in enumerate(sorted(pairs, key=partial(order_by_effort, request))):
             cells = named.placement.stages * request.count_microbatches(profile) * named.slices

@@ -180,9 +180,7 @@ class Explorer:
     def time_named(self) -> None:
         """Time every named schedule at every microbatch size."""
         request = self.request
-        usable, self.refused = list_candidates(
-            request.names, request.ranks, len(request.profile), request.slices, request.no_slices, cluster=request.cluster
-        )
+        usable, self.refused = list_candidates(request.names, request.ranks, len(request.profile), request.slices, request.no_slices)
         todo = sorted(((named, profile) for profile in request.profiles for named in usable), key=partial(order_by_effort, request))
         spread = [
             (named, profile)

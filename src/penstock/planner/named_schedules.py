@@ -12,7 +12,6 @@ import numpy as np
 
 from penstock.errors import PenstockError
 from penstock.ir import codes
-from penstock.ir.cluster import Cluster
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Ints, Rows
@@ -116,13 +115,10 @@ def list_candidates(
     layers: int,
     slices: Sequence[int] = (1,),
     no_slices: str = NO_SLICES,
-    *,
-    cluster: Cluster | None = None,
 ) -> tuple[list[NamedSchedule], dict[str, str]]:
     """The schedules to try with these numbers of slices, whole sequences first and then the most slices; and the reasons against others.
 
-    `no_slices` says why sequences are not cut, if they are not. On a cluster of different devices, schedules with two copies of the model
-    are left out if a stage cannot be on two devices of equal speed.
+    `no_slices` says why sequences are not cut, if they are not.
     """
     usable: list[NamedSchedule] = []
     refused: dict[str, str] = {}
@@ -130,11 +126,6 @@ def list_candidates(
         if name == SEARCHED:
             continue
         listed, reason = _list_shapes(name, ranks, layers, slices, no_slices)
-        unpaired = [named for named in listed if cluster is not None and cluster.pair_up(named.placement) is None]
-        if cluster is not None and unpaired:
-            copies, missing = len(unpaired[0].placement.copies), cluster.describe_unpaired(unpaired[0].placement)
-            reason = f"it runs {copies} copies of the model, so each stage needs {copies} devices of one speed, but {missing}"
-            listed = [named for named in listed if named not in unpaired]
         usable += [named for named in listed if named not in usable]
         if not listed:
             refused[name] = reason

@@ -80,7 +80,8 @@ class Problem:
         if lengths:
             costs = sliced_stage_costs(profile, sizes, placement, recompute, lengths, microbatches, cluster)
         else:
-            costs = stage_costs(profile, sizes, placement, recompute, cluster, () if assignment is None else assignment.rows)
+            rows = () if assignment is None else assignment.rows
+            costs = stage_costs(profile, sizes, placement, recompute, cluster, rows, microbatches)
         slices = max(len(lengths), 1)
         return cls(placement, microbatches, costs, memory_limit, barrier, split, profile, sizes, recompute, slices, lengths, assignment)
 
@@ -114,8 +115,8 @@ class Problem:
         return other
 
     def shorten(self, microbatches: int) -> Problem:
-        """The same problem with fewer microbatches; each has the same costs, or the same slices."""
-        if not self.lengths:
+        """The same problem with fewer microbatches; each has the costs of its copy of the model, or the same slices."""
+        if not self.lengths and not self.costs.differing:
             return replace(self, microbatches=microbatches)
         assert self.profile is not None
         shape = self.profile, self.placement, microbatches, self.sizes, self.recompute
@@ -210,12 +211,9 @@ class Problem:
     def work(self) -> float:
         """Compute time of the slowest rank: no schedule takes less."""
         copies, loads = self.placement.copies, np.zeros(self.ranks)
-        if self.slices > 1:
-            every = self.costs.table("f", self.stages, self.units) + self.costs.table("b", self.stages, self.units)
-            np.add.at(loads, list(copies[0]), every.sum(axis=1))
-            return float(loads.max()) * min(1.0, self.costs.overlap)
+        every = self.costs.table("f", self.stages, self.units) + self.costs.table("b", self.stages, self.units)
         for place, ranks in enumerate(copies):
-            np.add.at(loads, list(ranks), len(range(place, self.microbatches, len(copies))) * self._stage_times)
+            np.add.at(loads, list(ranks), min(1.0, self.costs.overlap) * every[:, place :: len(copies)].sum(axis=1))
         if self.is_spread:  # S and T run alone
             loads += self.microbatches * sum(self.costs.share_table(name, self.stages, self.ranks).sum(axis=1) for name in ("s", "t"))
         return float(loads.max())

@@ -208,7 +208,7 @@ def _write_stages(plan: Plan) -> Iterator[str]:
     first = [0, *accumulate(plan.partition)]
 
     def group_key(stage: int) -> tuple[object, ...]:
-        times = (plan.units.time(_time_per_microbatch(plan, name, stage)) for name in ("f", "i", "w"))
+        times = ("/".join(map(str, map(plan.units.time, list_stage_times(plan, name, stage)))) for name in ("f", "i", "w"))
         return plan.partition[stage], plan.recompute[stage], *times
 
     for (size, _, *times), group in groupby(range(len(plan.partition)), key=group_key):
@@ -221,8 +221,13 @@ def _write_stages(plan: Plan) -> Iterator[str]:
     yield from format_table(rows, left=(2,), indent="  ")
 
 
-def _time_per_microbatch(plan: Plan, name: str, stage: int) -> float:
-    return sum(plan.costs.of_stage(name, stage, part) for part in range(plan.slices))
+def list_stage_times(plan: Plan, name: str, stage: int) -> list[float]:
+    """The time of a stage per microbatch: one, or if it differs between copies of the model, that of each copy."""
+    if plan.slices > 1:
+        return [sum(plan.costs.of_stage(name, stage, part) for part in range(plan.slices))]
+    copies = min(len(plan.placement.copies), plan.microbatches)
+    times = [plan.costs.of_stage(name, stage, copy) for copy in range(copies)]
+    return times if len(set(times)) > 1 else times[:1]
 
 
 def _name_layers(plan: Plan, place: int) -> str:

@@ -203,7 +203,7 @@ def test_applied_costs_are_those_of_the_devices_and_links() -> None:
     assert Cluster([Device()] * 2, latency=3.0).apply(ps.Costs(f=2.0), ps.Placement.linear(2)) == ps.Costs(f=2.0, latency=3.0)
 
 
-def test_copies_of_a_stage_have_its_one_time() -> None:
+def test_copies_on_equal_devices_have_one_time_per_stage() -> None:
     """The outer ranks are slow, the inner ones fast; memory and links of the partners differ."""
     slower = Device(speed=0.5, memory=9)
     cluster = Cluster([SLOW, FAST, FAST, slower], latency=[[0, 1, 2, 3]] * 4)
@@ -244,26 +244,13 @@ def test_copies_on_unequal_devices_take_as_long_as_on_the_device_of_each_microba
             [FAST, SLOW],
             {},
             ps.Placement.bidirectional(2),
-            r"stage 0 is on ranks 0 and 1, .* speeds 1 and 0\.5, .* devices 0 \(fast\) and 1 \(slow\) have no partner of their speed\..*"
-            "or give microbatches=",
-        ),
-        (
-            [FAST, SLOW, SLOW, SLOW, FAST, SLOW],
-            {},
-            ps.Placement.bidirectional(6),
-            r"stage 0 is on ranks 0 and 5, .* put the devices in the order 0, 1, 2, 3, 5, 4, or",
-        ),
-        (
-            [FAST, SLOW, SLOW],
-            {},
-            ps.Placement.bidirectional(3),
-            r"put the devices in the order 1, 0, 2, or",
+            r"stage 0 is on ranks 0 and 1, .* speeds 1 and 0\.5: give the number of microbatches",
         ),
         (
             [Device(), Device(), Device(speed=2.0)],
             {},
             ps.Placement.custom([0, 1, 2], [1, 2, 0]),
-            r"stage 1 is on ranks 1 and 2, .* speeds 1 and 2, .* devices 0 \(speed 1\), 1 \(speed 1\) and 2 \(speed 2\) have no partner",
+            r"stage 1 is on ranks 1 and 2, .* speeds 1 and 2: give",
         ),
         (
             [Device(speed=[1.0, 2.0]), Device(speed=[2.0, 1.0])],

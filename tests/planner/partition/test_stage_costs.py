@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import penstock as ps
+from penstock.planner.partition.assignment import Assignment
 from penstock.planner.partition.stage_costs import reserves, sliced_stage_costs, stage_costs
+from penstock.planner.problem import Problem
 from planner.sliced_models import random_lengths, random_model
 
 A = ps.Layer(f=1, i=2, w=3, activation=10, weight_stash=4, output=2, parameters=100, gradients=50, optimizer=25)
@@ -30,6 +34,21 @@ def test_a_stage_takes_as_long_as_on_its_device():
     assert (costs.f, costs.i, costs.w) == ((0.5, 4, 8, 0.5), (1, 1 + 4, 4, 1), (1.5, 0, 1, 1.5))
     assert (costs.latency, costs.bandwidth) == (((0, 1), (2, 0)), 5)
     assert costs.activation == (10, 2, 6, 10)
+
+
+def test_copies_of_the_model_take_as_long_as_on_their_own_devices():
+    """Even microbatches run on ranks 0 and 1, odd ones the other way round; memory does not depend on the device."""
+    profile = ps.Profile([replace(A, update=3.0), replace(B, update=1.0), C])
+    cluster = ps.Cluster([ps.Device(speed=2), ps.Device(speed={"f": 0.5, "i": 1, "w": 4, "optimizer": 0.5})])
+    placement, even = ps.Placement.bidirectional(2), stage_costs(profile, (2, 1), ps.Placement.linear(2), (False, True))
+    costs = stage_costs(profile, (2, 1), placement, (False, True), cluster, microbatches=3)
+    assert costs.f == ((1.5, 6, 1.5), (8, 2, 8))
+    assert costs.i == ((1.5, 3, 1.5), (4 + 8, 2 + 2, 4 + 8))  # the second stage runs its forward again
+    assert costs.w == ((1.5, 0.75, 1.5), (1, 2, 1))
+    assert (costs.activation, costs.output) == (even.activation, even.output)
+    assert costs.optimizer == (8, 0)  # on the slower device
+    short = Problem.cut(profile, placement, 4, (2, 1), (False, True), assignment=Assignment(cluster, (0, 1))).shorten(1)
+    assert short.costs.f == ((1.5,), (8,))
 
 
 def test_speeds_may_be_those_of_each_layer():

@@ -23,6 +23,7 @@ from penstock.draw.figures.timelines import draw_overlay, draw_timelines
 from penstock.draw.html import Card, Section, report_html
 from penstock.draw.summary import describe_differences
 from penstock.planner.partition.stage_costs import split_layers
+from penstock.planner.report import list_stage_times
 from penstock.text.numbers import format_count
 from penstock.text.table import format_table
 from penstock.text.units import SECONDS, Units
@@ -429,7 +430,7 @@ def _write_model(plan: Plan) -> Section:
     rows, first = [], 0
     for stage, layers in enumerate(split_layers(plan.profile, plan.partition)):
         names = [layer.name or str(first + place) for place, layer in enumerate(layers)]
-        times = [units.time(plan.costs.of_stage(name, stage)) for name in ("f", "i", "w")]
+        times = ["/".join(map(units.time, list_stage_times(plan, name, stage))) for name in ("f", "i", "w")]
         static = sum(layer.parameters + layer.gradients + layer.optimizer for layer in layers)
         ranks = "/".join(str(copy[stage]) for copy in plan.placement.copies)
         rows.append([str(stage), ranks, names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}", *times, units.size(static)])

@@ -37,8 +37,8 @@ _MOST_SPEED = 1e100
 """Times that are divided by a speed must remain finite."""
 _ROUNDING = 1e-12
 """Parts that make up less than 1 by this much make up everything."""
-_LONGEST_NAME, _MOST_KINDS, _MOST_LISTED = 200, 8, 32
-"""Characters of a name; and how many kinds of devices, or devices of an order, are named in one line."""
+_LONGEST_NAME, _MOST_KINDS = 200, 8
+"""Characters of a name; and how many kinds of devices are named in one line."""
 
 
 @dataclass(frozen=True)
@@ -415,10 +415,7 @@ class Cluster:
         """
         self.check_ranks(placement.ranks)
         if microbatches is None:
-            try:
-                self.check_copies(placement)
-            except CostsError as error:
-                raise CostsError(f"{error}; or give microbatches=, so that each takes as long as on the devices of its copy") from None
+            self._check_copies(placement)
         speeds = [[self.devices[rank].speeds for rank in ranks] for ranks in placement.copies]
         of_devices = {speed for of_copy in speeds for speed in of_copy}
         if any(speed.layers is not None for speed in of_devices):
@@ -476,67 +473,18 @@ class Cluster:
                 f"{ranks} ranks on a cluster of {len(self.devices)} devices: take one rank per device, or leave devices out with assign()"
             )
 
-    def check_copies(self, placement: Placement) -> None:
-        """Refuse copies of the model of which one runs a stage on a faster device than another: a stage has one time."""
-        for stage, ranks in enumerate(zip(*placement.copies, strict=True)) if len(placement.copies) > 1 else ():
+    def _check_copies(self, placement: Placement) -> None:
+        """Refuse copies of the model of which one runs a stage on a faster device than another: a stage then has a time per microbatch."""
+        for stage, ranks in enumerate(zip(*placement.copies, strict=True)):
             of_ranks = {rank: self.devices[rank].speeds for rank in ranks}
             other = next((rank for rank, speeds in of_ranks.items() if speeds != of_ranks[ranks[0]]), None)
             if other is not None:
                 one, two = of_ranks[ranks[0]].describe(), of_ranks[other].describe()
                 differ = f"speeds {one} and {two}" if one != two else "speeds that differ on single layers or in the optimizer"
                 raise CostsError(
-                    f"stage {stage} is on ranks {ranks[0]} and {other}, one for each copy of the model, and their devices have {differ}, "
-                    f"but a stage has one time: {self._advise_order(placement)}"
+                    f"stage {stage} is on ranks {ranks[0]} and {other}, one for each copy of the model, and their devices have {differ}: "
+                    "give the number of microbatches, each of which takes as long as on the devices of its copy"
                 )
-
-    def _advise_order(self, placement: Placement) -> str:
-        """What to do about copies of the model on devices of different speeds."""
-        order = self.pair_up(placement)
-        if order is None:
-            return f"{self.describe_unpaired(placement)}. Choose a schedule with one copy"
-        listed = ", ".join(map(str, order[:_MOST_LISTED])) + (" and so on" if len(order) > _MOST_LISTED else "")
-        return f"put the devices in the order {listed}, or in another one in which such ranks are equally fast"
-
-    def pair_up(self, placement: Placement, order: Sequence[int] | None = None) -> tuple[int, ...] | None:
-        """An order of the devices in which ranks that hold the same stage have equal speeds, similar to `order`; None if none was found.
-
-        >>> fast, slow = Device("fast"), Device("slow", speed=0.5)
-        >>> from penstock.ir.placement import Placement
-        >>> Cluster([fast, fast, slow, slow]).pair_up(Placement.bidirectional(4))
-        (0, 2, 3, 1)
-        """
-        device_of = self._match(placement, range(len(self.devices)) if order is None else order)
-        return tuple(device_of[rank] for rank in range(placement.ranks)) if len(device_of) == placement.ranks else None
-
-    def describe_unpaired(self, placement: Placement) -> str:
-        """Which devices have no partner, if in no order of all devices the ranks that hold the same stage have equal speeds."""
-        paired = set(self._match(placement, range(len(self.devices))).values())
-        left = [number for number in range(len(self.devices)) if number not in paired]
-        named = [f"{number} ({self.devices[number].name or 'speed ' + self.devices[number].speeds.describe()})" for number in left]
-        if len(named) == 1:
-            return f"device {named[0]} has no partner of its speed"
-        listed = ", ".join(named[:-1] if len(named) <= _MOST_KINDS else named[:_MOST_KINDS])
-        last = named[-1] if len(named) <= _MOST_KINDS else f"{len(named) - _MOST_KINDS} more"
-        return f"devices {listed} and {last} have no partner of their speed"
-
-    def _match(self, placement: Placement, order: Sequence[int]) -> dict[int, int]:
-        """The device of each rank, equal ones for partners; ranks for which no equal devices are left are missing.
-
-        Partners take the speed of the first of them in `order`, if it is left, and the devices of one speed keep their order.
-        """
-        self.check_ranks(placement.ranks)
-        left: dict[Speeds, list[int]] = {}
-        for device in order:
-            left.setdefault(self.devices[device].speeds, []).append(device)
-        room = {speeds: len(devices) for speeds, devices in left.items()}
-        ranks_of: dict[Speeds, list[int]] = {speeds: [] for speeds in left}
-        for ranks in sorted(placement.partners, key=len, reverse=True):
-            wanted = [*(self.devices[order[rank]].speeds for rank in ranks), max(room, key=room.__getitem__)]
-            speeds = next((speeds for speeds in wanted if room[speeds] >= len(ranks)), None)
-            if speeds is not None:
-                room[speeds] -= len(ranks)
-                ranks_of[speeds] += ranks
-        return {rank: device for speeds, ranks in ranks_of.items() for rank, device in zip(sorted(ranks), left[speeds], strict=False)}
 
     def describe(self) -> str:
         """Devices and nodes in one line: `6 devices (2 fast, 4 slow) in 2 nodes`."""

@@ -367,6 +367,11 @@ def _read_source(source: Any, costs: Costs | None, split: bool) -> tuple[Problem
             f"{schedule.name or 'the schedule'} spreads the vocabulary over the ranks, for which no batches are planned: give a plan "
             "made without vocabulary=True"
         )
+    if problem.costs.differing and len(problem.placement.copies) > 1 and isinstance(source, Plan):
+        raise ScheduleError(
+            f"{schedule.name or 'the schedule'} runs copies of the model on devices of different speeds, for which no batches are planned: "
+            "give a plan with one copy"
+        )
     for name in problem.costs.differing:
         raise CostsError(f"{name} has one value per microbatch: give costs per stage, for microbatches of `sequence` tokens")
     return problem, schedule

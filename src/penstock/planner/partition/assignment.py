@@ -6,13 +6,12 @@ has the least largest load of all orders: dynamic programming over the layers an
 is rough: the load of the slowest rank, if each rank has one stage, and the messages of one microbatch. The bounds and the simulator then
 judge the best orders.
 
-With two copies of the model, each stage is on two ranks and has one time: only orders count in which the devices of both are equally fast.
+With two copies of the model, each stage is on two ranks, of which the slower one counts: a fast device is best off with a fast partner.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from penstock.ir.cluster import Cluster, Speeds
+from penstock.ir.cluster import Cluster
 from penstock.ir.costs import Costs
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Floats, Ints
@@ -85,15 +84,12 @@ class Assignment:
 
 @dataclass(frozen=True, eq=False)
 class Orders:
-    """The orders of a cluster's devices that suit a placement, up to devices that can change places without any difference.
-
-    They have the devices of each group in ascending order. Partners, the ranks that hold the same stages for different copies of the model,
-    have devices of equal speed.
+    """The orders of a cluster's devices, up to devices that can change places without any difference, which are in ascending order.
 
     >>> from penstock.ir.cluster import Device
-    >>> cluster = Cluster([Device(), Device(speed=2.0), Device(speed=2.0), Device()])
-    >>> Orders(cluster, Placement.linear(4)).count, list(Orders(cluster, Placement.bidirectional(4)).list_all())
-    (6, [(0, 1, 2, 3), (1, 0, 3, 2)])
+    >>> cluster = Cluster([Device(), Device(speed=2.0), Device()])
+    >>> Orders(cluster, Placement.linear(3)).count, list(Orders(cluster, Placement.linear(3)).list_all())
+    (3, [(0, 2, 1), (0, 1, 2), (1, 0, 2)])
     """
 
     cluster: Cluster
@@ -110,43 +106,25 @@ class Orders:
     def _group_of(self) -> dict[int, int]:
         return {device: place for place, group in enumerate(self.groups) for device in group}
 
-    @cached_property
-    def _by_speed(self) -> Counter[Speeds]:
-        return Counter(device.speeds for device in self.cluster.devices)
-
-    @cached_property
+    @property
     def count(self) -> int:
-        """How many there are; with partners in groups of different sizes, there may be fewer."""
-        sizes = {len(ranks) for ranks in self.placement.partners}
-        size = sizes.pop() if len(sizes) == 1 else 1
-        if any(count % size for count in self._by_speed.values()):
-            return 0
-        speeds = _count_arrangements(count // size for count in self._by_speed.values())
-        of_speed = math.prod(math.factorial(count) for count in self._by_speed.values())
-        return speeds * of_speed // math.prod(math.factorial(len(group)) for group in self.groups)
+        """How many there are."""
+        sizes = [len(group) for group in self.groups]
+        return math.factorial(sum(sizes)) // math.prod(map(math.factorial, sizes))
 
     def list_all(self) -> Iterator[Order]:
         """Every one of them."""
-        left, free = [list(group) for group in self.groups], Counter(self._by_speed)
-        devices, partners_of = self.cluster.devices, {rank: ranks for ranks in self.placement.partners for rank in ranks}
+        left = [list(group) for group in self.groups]
 
         def extend(order: Order) -> Iterator[Order]:
-            """The orders that begin like this; `free` counts the devices of each speed that no partner of an earlier rank needs."""
-            if len(order) == len(devices):
+            if len(order) == len(self.cluster):
                 yield order
                 return
-            partners = partners_of[len(order)]
-            first = order[partners[0]] if partners[0] < len(order) else None
             for group in left:
-                speeds = devices[group[0]].speeds if group else None
-                if speeds is None or (free[speeds] < len(partners) if first is None else speeds != devices[first].speeds):
-                    continue
-                taken = len(partners) if first is None else 0
-                free[speeds] -= taken
-                device = group.pop(0)
-                yield from extend((*order, device))
-                group.insert(0, device)
-                free[speeds] += taken
+                if group:
+                    device = group.pop(0)
+                    yield from extend((*order, device))
+                    group.insert(0, device)
 
         return extend(())
 
@@ -154,11 +132,6 @@ class Orders:
         """The same order with the devices of each group in ascending order."""
         left = [iter(sorted(group)) for group in self.groups]
         return tuple(next(left[self._group_of[device]]) for device in order)
-
-    def find_similar(self, order: Sequence[int]) -> Order | None:
-        """An order of these that is similar to any order of the devices: the same, if partners are equally fast; None if there is none."""
-        paired = self.cluster.pair_up(self.placement, order)
-        return None if paired is None else self.rename(paired)
 
     def list_exchanges(self, order: Order) -> list[Order]:
         """Those with two devices exchanged, or two groups of partners, neighbours first.
@@ -187,22 +160,10 @@ class Orders:
         return self._list_changed(order, reversed_runs)
 
     def _list_changed(self, order: Order, changed: Iterable[Order]) -> list[Order]:
-        """The changed orders that suit the placement and differ from the order."""
-        listed = dict.fromkeys(self.rename(other) for other in changed if self._suits(other))
+        """The changed orders that differ from the order."""
+        listed = dict.fromkeys(map(self.rename, changed))
         listed.pop(self.rename(order), None)
         return list(listed)
-
-    def _suits(self, order: Order) -> bool:
-        """Whether partners have devices of equal speed."""
-        devices = self.cluster.devices
-        together = (ranks for ranks in self.placement.partners if len(ranks) > 1)
-        return all(devices[order[rank]].speeds == devices[order[ranks[0]]].speeds for ranks in together for rank in ranks)
-
-
-def _count_arrangements(counts: Iterable[int]) -> int:
-    """How many arrangements of things differ, of which so many each are alike."""
-    listed = list(counts)
-    return math.factorial(sum(listed)) // math.prod(map(math.factorial, listed))
 
 
 def _swap(order: Sequence[int], one: Sequence[int], other: Sequence[int]) -> Order:
@@ -299,10 +260,18 @@ class OrderScores:
         for ranks in self.placement.copies[1:]:
             exchanges = self._exchanges[orders[:, self.placement.copies[0]], orders[:, ranks]]
             total += self.placement.chunks * exchanges.max(axis=1)
-        return total + (self.microbatches - 1) * self.find_loads(orders) if self._is_chain else total
+        if self._is_chain:
+            return total + (self.microbatches - 1) * self.find_loads(orders)
+        return total + (self.microbatches - 1) * self._share_work(orders) if len(self.placement.copies) > 1 else total
+
+    def _share_work(self, orders: Ints) -> Floats:
+        """The load of every rank if layers could be divided: partners are as fast as the slowest of them."""
+        whole = np.array([self._runs.on(device).times[False][0, -1] for device in self.cluster.devices])
+        slowest = [len(ranks) / whole[orders[:, ranks]].max(axis=1) for ranks in self.placement.partners]
+        return np.asarray(1.0 / np.sum(slowest, axis=0))
 
     def fold(self, first: int) -> Order:
-        """An order from this device on in which partners exchange gradients quickly, and then neighbours messages; it may not suit yet."""
+        """An order from this device on in which partners exchange gradients quickly, and then neighbours messages."""
         speeds = [device.speeds for device in self.cluster.devices]
         left, device, device_of = set(range(len(speeds))), first, dict[int, int]()
         for ranks in self.placement.partners:
@@ -377,8 +346,7 @@ def find_orders(scores: OrderScores, most: int) -> list[Order]:
     orders = scores.orders
     if len(orders.groups) == 1:
         return [tuple(range(len(scores.cluster)))]
-    similar = (orders.find_similar(order) for order in _list_starts(scores))
-    starts = list(dict.fromkeys(order for order in similar if order is not None))
+    starts = list(dict.fromkeys(map(orders.rename, _list_starts(scores))))
     if orders.count <= MOST_ORDERS and orders.count * scores.work <= _MOST_WORK:
         tried = list(dict.fromkeys([*starts, *orders.list_all()]))
     else:
@@ -409,9 +377,7 @@ def list_memory_orders(scores: OrderScores) -> Iterator[Order]:
     """The devices with most memory first, if they differ: in most schedules the first ranks hold most."""
     limits = scores.limits
     if limits is not None and len(set(limits)) > 1:
-        order = scores.orders.find_similar(sorted(range(len(limits)), key=lambda device: -limits[device]))
-        if order is not None:
-            yield order
+        yield scores.orders.rename(sorted(range(len(limits)), key=lambda device: -limits[device]))
 
 
 def _improve(start: Order, scores: OrderScores) -> Iterator[Order]:

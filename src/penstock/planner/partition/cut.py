@@ -81,7 +81,6 @@ def cut_layers(
     """
     if cluster is not None:
         cluster.check_ranks(placement.ranks)
-        cluster.check_copies(placement)
     flags = (recompute,) * placement.stages if isinstance(recompute, bool) else tuple(recompute)
     layers = count_stage_layers(profile)
     if layers < placement.stages:
@@ -108,7 +107,7 @@ def _choose_cuts(cutting: Cutting) -> tuple[Ints, bool]:
     every = _list_cuts(cutting)
     if every is not None:
         return every[_find_best(cutting, every)], True
-    cuts = _shift_cuts(cutting, _minimise([cutting.times(stage) for stage in range(cutting.stages)], np.maximum)[0])
+    cuts = _shift_cuts(cutting, _minimise([cutting.slowest_times(stage) for stage in range(cutting.stages)], np.maximum)[0])
     fits = not cutting.excesses(cuts[None, :]).any()
     if fits and float(cutting.loads(cuts[None, :]).max()) <= cutting.even_load * (1 + SLACK):
         return cuts, True
@@ -147,7 +146,7 @@ def _build_stage_tables(cutting: Cutting) -> Iterator[tuple[Floats, Floats]]:
         limit, moments = math.inf, []
         if cutting.limits is not None:
             limit, moments = cutting.limits[rank], [replace(moment, rank=0) for moment in cutting.moments_of(rank)]
-        times = cutting.times(stage)
+        times = cutting.times(rank, stage)
         key = recompute, limit, tuple(moments), id(times)
         if key not in known:
             excess = np.zeros_like(times)
@@ -252,9 +251,9 @@ def _branch_and_bound(cutting: Cutting, cuts: Ints) -> tuple[Ints, bool]:
     It walks depth first over the ends of one stage after the other that keep all ranks below the best load.
     """
     layers, copies = cutting.runs.layers, cutting.placement.copies
-    arrays = [cutting.times(stage) for stage in range(cutting.stages)]
-    lists = {key: array.tolist() for key, array in {id(array): array for array in arrays}.items()}
-    tables = [lists[id(array)] for array in arrays]
+    arrays = [[cutting.times(rank, stage) for rank in ranks] for stage, ranks in enumerate(zip(*copies, strict=True))]
+    lists = {key: array.tolist() for key, array in {id(array): array for of_stage in arrays for array in of_stage}.items()}
+    tables = [[lists[id(array)] for array in of_stage] for of_stage in arrays]
     work, speeds = cutting.runs.times[False][:, -1].tolist(), cutting.speeds.tolist()
     best, load, nodes = cuts, float(cutting.loads(cuts[None, :]).max()), 1
 
@@ -272,8 +271,8 @@ def _branch_and_bound(cutting: Cutting, cuts: Ints) -> tuple[Ints, bool]:
         stage, end = len(before) - 1, next(ends, None)
         if end is not None:
             loads = list(loads)
-            for copy in copies:
-                loads[copy[stage]] += tables[stage][before[-1]][end]
+            for copy, table in zip(copies, tables[stage], strict=True):
+                loads[copy[stage]] += table[before[-1]][end]
         if end is None or max(loads) >= load * (1 - SLACK):
             path.pop()
         elif end < layers:
@@ -345,9 +344,13 @@ class _Nested:
 
     def _find_lengths(self, pair: int, load: float) -> list[tuple[int, int]]:
         """Possible numbers of layers of the two stages of a pair."""
-        (least, most), (other_least, other_most) = (self._find_extremes(stage) for stage in (pair, self.cutting.stages - 1 - pair))
-        fits = least[:, None] + other_least[None, :] <= load * (1 + SLACK)
-        fits &= most[:, None] + other_most[None, :] >= self._find_floor(pair, load)
+        stages, size = (pair, self.cutting.stages - 1 - pair), self._longest
+        fits, floor = np.ones((size, size), dtype=np.bool_), np.zeros((size, size), dtype=np.bool_)
+        for rank in self._ranks[pair]:
+            (least, most), (other_least, other_most) = (self._find_extremes(rank, stage) for stage in stages)
+            fits &= least[:, None] + other_least[None, :] <= load * (1 + SLACK)
+            floor |= most[:, None] + other_most[None, :] >= self._find_floor(pair, load)
+        fits &= floor
         one, other = np.nonzero(fits)
         return [(int(a) + 1, int(b) + 1) for a, b in zip(one, other, strict=True) if a + b + 2 <= self._longest + 1]
 
@@ -357,9 +360,9 @@ class _Nested:
         own = float(speeds[self._ranks[pair]].max())
         return (self.cutting.work * (1 - SLACK) - (float(speeds.sum()) - own) * load * (1 + SLACK)) / own
 
-    def _find_extremes(self, stage: int) -> tuple[Floats, Floats]:
-        """The least and the most time of n layers in a row as this stage, for each n from 1."""
-        times = self.cutting.times(stage)
+    def _find_extremes(self, rank: int, stage: int) -> tuple[Floats, Floats]:
+        """The least and the most time of n layers in a row as this stage of a rank, for each n from 1."""
+        times = self.cutting.times(rank, stage)
         if id(times) not in self._known_extremes:
             runs = [np.diagonal(times, length) for length in range(1, self._longest + 1)]
             self._known_extremes[id(times)] = np.array([run.min() for run in runs]), np.array([run.max() for run in runs])
@@ -400,14 +403,20 @@ class _Nested:
     def _find_cost(self, pair: int, one: int, other: int, load: float, squares: bool) -> Floats | None:
         """Cost by the first layers of both stages; None if nothing fits."""
         lengths = {pair: one, self.cutting.stages - 1 - pair: other}
-        first, second = (np.diagonal(self.cutting.times(stage), length) for stage, length in lengths.items())
-        time = first[:, None] + second[None, :]
+        times = []
+        for rank in self._ranks[pair]:
+            first, second = (np.diagonal(self.cutting.times(rank, stage), length) for stage, length in lengths.items())
+            times.append(first[:, None] + second[None, :])
+        time = np.maximum.reduce(times)
         fits = (time <= load * (1 + SLACK)) & (time >= self._find_floor(pair, load))
         for rank in self._ranks[pair] if self.cutting.limits is not None else ():
             fits &= self._fits_memory(rank, lengths)
         if not fits.any():
             return None
-        return np.where(fits, first[:, None] ** 2 + second[None, :] ** 2 if squares else time, np.inf)
+        if not squares:
+            return np.where(fits, time, np.inf)
+        first, second = (np.diagonal(self.cutting.slowest_times(stage), length) ** 2 for stage, length in lengths.items())
+        return np.where(fits, first[:, None] + second[None, :], np.inf)
 
     def _fits_memory(self, rank: int, lengths: dict[int, int]) -> NDArray[np.bool_]:
         cutting, runs = self.cutting, self.cutting.runs

@@ -205,13 +205,19 @@ class Cutting:
             own = PeakMoment(rank, (1,) * held, none, kept_gradients=last)
         return [own, *(moment for moment in self.moments if moment.rank == rank)]
 
-    def times(self, stage: int) -> Floats:
+    def times(self, rank: int, stage: int) -> Floats:
         """Time of a rank on a stage, for every run of layers, with a part of what it takes besides.
 
         Stages of equal devices, both recomputed or not, share a table. If the embedding and the head are spread over the ranks, neither
         can be a stage on its own, and its time is infinite.
         """
-        return self._shares[self.placement.rank_of(stage)][self.recompute[stage]]
+        return self._shares[rank][self.recompute[stage]]
+
+    def slowest_times(self, stage: int) -> Floats:
+        """The same on the slowest of the ranks that run the stage for different copies of the model."""
+        tables = {id(table): table for table in (self.times(ranks[stage], stage) for ranks in self.placement.copies)}
+        first, *others = tables.values()
+        return np.maximum.reduce([first, *others]) if others else first
 
     @cached_property
     def _by_rank(self) -> list[tuple[Floats, Floats]]:
@@ -236,7 +242,7 @@ class Cutting:
         totals = np.zeros((len(cuts), self.placement.ranks))
         for copy in self.placement.copies:  # a rank may run one stage for several copies
             for stage, rank in enumerate(copy):
-                totals[:, rank] += self.times(stage)[cuts[:, stage], cuts[:, stage + 1]]
+                totals[:, rank] += self.times(rank, stage)[cuts[:, stage], cuts[:, stage + 1]]
         return totals
 
     def excesses(self, cuts: Ints) -> Floats:
@@ -258,7 +264,7 @@ class Cutting:
         """How uneven the stages are, per row of cuts: the sum of squared times."""
         totals = np.zeros(len(cuts))
         for stage in range(self.stages):
-            totals += self.times(stage)[cuts[:, stage], cuts[:, stage + 1]] ** 2
+            totals += self.slowest_times(stage)[cuts[:, stage], cuts[:, stage + 1]] ** 2
         return totals
 
 

@@ -94,7 +94,7 @@ class SettingScores:
                         ahead += 0.0 if back else time
                         for link in links.name_links(source, target, back):
                             lanes[link] = lanes.get(link, 0.0) + own * time
-                time = cutting.times(stage)[run] / cutting.share
+                time = cutting.times(rank, stage)[run] / cutting.share
                 starts[:, rank] = np.minimum(starts[:, rank], ahead)
                 ahead += least * self._runs.on(assignment.cluster.devices[rank]).forwards[run]
                 trip += time

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from penstock.ir.cluster import Cluster
-from penstock.ir.costs import Costs
+from penstock.ir.costs import Costs, PerAction
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Floats
 from penstock.planner.profile import Layer, Profile
@@ -42,13 +42,13 @@ def reserves(
     return [max(beyond[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
 
 
-def _list_profiles(profile: Profile, placement: Placement, cluster: Cluster | None) -> list[Profile]:
-    """The profile on the device of each stage."""
+def _list_profiles(profile: Profile, placement: Placement, cluster: Cluster | None) -> list[list[Profile]]:
+    """For each copy of the model, the profile on the device of each stage."""
     if cluster is None:
-        return [profile] * placement.stages
+        return [[profile] * placement.stages for _ in placement.copies]
     cluster.check_ranks(placement.ranks)
-    cluster.check_copies(placement)
-    return [profile.on(cluster.devices[rank]) for rank in placement.copies[0]]
+    of_devices = {device.speeds: profile.on(device) for device in cluster.devices}
+    return [[of_devices[cluster.devices[rank].speeds] for rank in ranks] for ranks in placement.copies]
 
 
 def sliced_stage_costs(  # noqa: PLR0917
@@ -62,7 +62,7 @@ def sliced_stage_costs(  # noqa: PLR0917
 ) -> Costs:
     """The costs of the placement's stages if every sequence is cut into slices of these lengths: one value per stage and slice."""
     once = stage_costs(profile.cut_sequence(lengths)[0], sizes, placement, recompute, cluster)
-    profiles = _list_profiles(profile, placement, cluster)
+    profiles = _list_profiles(profile, placement, cluster)[0]
     own = {id(one): {name: _sum_slices(one, sizes, lengths, name) for name in ("f", "i", "w")} for one in profiles}
     sums = {name: np.vstack([own[id(one)][name][stage] for stage, one in enumerate(profiles)]) for name in ("f", "i", "w")}
     sums |= {name: _sum_slices(profile, sizes, lengths, name) for name in ("activation", "weight_stash", "kept", "kept_gradients")}
@@ -107,33 +107,41 @@ def stage_costs(  # noqa: PLR0917
     recompute: Sequence[bool],
     cluster: Cluster | None = None,
     rows: Sequence[float] = (),
+    microbatches: int = 1,
 ) -> Costs:
     """The costs of the placement's stages; with a `cluster`, those on its devices, which are the ranks, and over its links.
 
-    `rows` is the part of a spread vocabulary's rows that each rank has, equal parts by default.
+    If copies of the model are on devices of different speeds, times are per stage and microbatch, of which there are so many. `rows` is the
+    part of a spread vocabulary's rows that each rank has, equal parts by default.
 
     A recomputed stage runs its forward again before its backward for the input, and keeps its input in place of its
     activations; the memory of that second forward is counted with the parameters of the rank's first stage. Two copies of the
-    model exchange their gradients at the end, before the reduction over data-parallel replicas and the optimizer step.
+    model exchange their gradients at the end, before the reduction over data-parallel replicas and the optimizer step, which takes as long
+    as on the slower of their devices.
     """
     profiles = _list_profiles(profile, placement, cluster)
-    runs = {id(one): split_layers(one, sizes) for one in profiles}
-    cut, inputs = [runs[id(one)][stage] for stage, one in enumerate(profiles)], _list_inputs(profile, sizes)
+    runs = {id(one): split_layers(one, sizes) for of_copy in profiles for one in of_copy}
+    cuts = [[runs[id(one)][stage] for stage, one in enumerate(of_copy)] for of_copy in profiles]
+    cut, inputs = cuts[0], _list_inputs(profile, sizes)
+    f, i, w = ([tuple(sum(getattr(layer, name) for layer in run) for run in of_copy) for of_copy in cuts] for name in ("f", "i", "w"))
+    i = [tuple(back + again * ahead for back, ahead, again in zip(*times, recompute, strict=True)) for times in zip(i, f, strict=True)]
     by_profile = {"latency": profile.latency, "bandwidth": profile.bandwidth, "contention": profile.contention}
     links = Costs(**by_profile if cluster is None else cluster.link_fields)
 
     def sum_layers(name: str) -> tuple[float, ...]:
         return tuple(sum(getattr(layer, name) for layer in run) for run in cut)
 
-    f, i, held = sum_layers("f"), sum_layers("i"), sum_layers("activation")
+    held = sum_layers("activation")
     shares = list_rank_shares(profile, placement.ranks, cluster, rows)
-    reduction, update = (_add_shares(shares, placement, name, sum_layers(name)) for name in ("reduction", "update"))
+    reduction = _add_shares(shares, placement, "reduction", sum_layers("reduction"))
+    updates = ([sum(layer.update for layer in run) for run in of_copy] for of_copy in cuts)
+    update = _add_shares(shares, placement, "update", tuple(map(max, zip(*updates, strict=True))))
     kept_output = [*(run[-1].output * profile.keeps_output for run in cut[:-1]), 0.0]
     return replace(
         links,
-        f=f,
-        i=tuple(back + again * ahead for back, ahead, again in zip(i, f, recompute, strict=True)),
-        w=sum_layers("w"),
+        f=_join_copies(f, microbatches),
+        i=_join_copies(i, microbatches),
+        w=_join_copies(w, microbatches),
         activation=tuple(
             (kept_input if again else whole) + output
             for whole, kept_input, again, output in zip(held, inputs, recompute, kept_output, strict=True)
@@ -151,6 +159,13 @@ def stage_costs(  # noqa: PLR0917
         **_list_share_costs(profile, placement, links),
         **_list_multiples(profile, shares),
     )
+
+
+def _join_copies(times: Sequence[tuple[float, ...]], microbatches: int) -> PerAction:
+    """Times of the stages of each copy of the model: one per stage, or if copies differ, one per stage and microbatch."""
+    if all(of_copy == times[0] for of_copy in times):
+        return times[0]
+    return tuple(tuple(of_stage[place % len(times)] for place in range(microbatches)) for of_stage in zip(*times, strict=True))
 
 
 def _list_share_costs(profile: Profile, placement: Placement, links: Costs) -> dict[str, Any]:
