@@ -39,12 +39,13 @@ CLUSTERS: dict[str, ps.Cluster] = {
         [ps.Device("gpu", node=f"node {place % 2}") for place in range(8)], **NETWORK
     ),
 }
-PAIRED: dict[str, ps.Cluster] = {
+COPIED: dict[str, ps.Cluster] = {
     "2 fast, 4 slow": CLUSTERS["2 fast, 4 slow"],
     "4 fast in one node, 4 slow in another": ps.Cluster.from_nodes(_in_nodes([FAST] * 4 + [SLOW] * 4, 4), **NETWORK),
     "4 fast and 4 slow in 4 nodes": CLUSTERS["4 fast and 4 slow in 4 nodes"],
+    "7 equal, 1 at half speed": CLUSTERS["7 equal, 1 at half speed"],
 }
-"""Clusters on which each device has a partner of its speed."""
+"""Clusters for schedules with two copies of the model: all but the last have a partner of its speed for each device."""
 TWO_COPIES = ("chimera", "dualpipe")
 ONE_COPY = ("1f1b", "zb-h1", "zb-h2", "zbv", "v-half", "dualpipe-v", "interleaved-1f1b", "interleaved-zb")
 OVERLAPS = (1.0, 0.85)
@@ -112,7 +113,7 @@ def write_table() -> Iterator[str]:
 
 def write_copies_table() -> Iterator[str]:
     """The rows of the table with two copies of the model there: the fastest schedule with two copies and with one, by overlap."""
-    for name, cluster in PAIRED.items():
+    for name, cluster in COPIED.items():
         cells = []
         for overlap in OVERLAPS:
             profile = replace(ps.Profile.transformer(**MODEL), overlap=overlap)

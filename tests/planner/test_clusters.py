@@ -245,6 +245,22 @@ def test_a_shared_network_card_that_is_busy_is_in_the_report() -> None:
     assert re.search(r"the link shared by messages from rank 0 to 3, 1 to 2 is busy \d+% of the time", said)
 
 
+def test_a_plan_with_copies_on_unequal_devices_is_shown_saved_and_not_used_for_batches(tmp_path: Path) -> None:
+    """One fast device: stages on it have two times, one for each copy of the model."""
+    cluster = ps.Cluster([FAST, SLOW, SLOW, SLOW], latency=0.05)
+    plan = ps.plan(ps.Profile([LAYER] * 8), cluster=cluster, microbatches=4, schedules=["chimera"], seconds=0)
+    fast = plan.devices.index(0)
+    for stage, ranks in enumerate(zip(*plan.placement.copies, strict=True)):
+        times = [plan.partition[stage] / (2.5 if rank == fast else 1.0) for rank in ranks]
+        assert [plan.costs.of_stage("f", stage, microbatch) for microbatch in range(4)] == pytest.approx(times * 2)
+        if fast in ranks:
+            assert f"{times[0]:g}/{times[1]:g}" in plan.report()
+    plan.save(tmp_path / "plan.json")
+    assert ps.Plan.load(tmp_path / "plan.json").predicted.makespan == plan.predicted.makespan
+    with pytest.raises(ps.PenstockError, match="copies of the model on devices of different speeds, for which no batches are planned"):
+        ps.BatchPlanner(plan, sequence=128)
+
+
 # What is refused ------------------------------------------------------------------------------------------------------
 
 

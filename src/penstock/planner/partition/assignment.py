@@ -160,10 +160,20 @@ class Orders:
         return self._list_changed(order, reversed_runs)
 
     def _list_changed(self, order: Order, changed: Iterable[Order]) -> list[Order]:
-        """The changed orders that differ from the order."""
+        """The changed orders that differ from the order; of several copies of the model, those with equally fast partners first."""
         listed = dict.fromkeys(map(self.rename, changed))
         listed.pop(self.rename(order), None)
-        return list(listed)
+        return sorted(listed, key=self._count_lost_speed)
+
+    def _count_lost_speed(self, order: Order) -> float:
+        """How much faster all ranks would be together if partners were not as slow as the slowest of them."""
+        several = (ranks for ranks in self.placement.partners if len(ranks) > 1)
+        rates = ([self._rates[order[rank]] for rank in ranks] for ranks in several)
+        return sum(rate - min(of_partners) for of_partners in rates for rate in of_partners)
+
+    @cached_property
+    def _rates(self) -> list[float]:
+        return [device.speeds.rate for device in self.cluster.devices]
 
 
 def _swap(order: Sequence[int], one: Sequence[int], other: Sequence[int]) -> Order:
