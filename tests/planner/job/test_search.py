@@ -186,4 +186,4 @@ def test_long_orders_that_are_hardly_faster_are_counted(monkeypatch):
     assert plan.configuration.vocabulary == "ends"
     assert long
     assert all(trial.configuration.vocabulary != "ends" for trial in long)
-    assert f"{len(long)} not timed, because their orders are long and at most 2% faster" in plan.report()
+    assert f"{len(long)} not timed, because their orders are long and at most 2.5% faster" in plan.report()

@@ -54,7 +54,7 @@ _SHORT = 1000
 """Compute actions of the longest order that counts as short."""
 _MOST_PLACED = 150_000
 """Compute actions of the longest order that is placed anew, and in which S and T are placed before everything else is timed."""
-LONG_GAIN = 0.02
+LONG_GAIN = 0.025
 """A longer one is placed only if its bound is below the best by more than this share: so much the best may be slower than it need be."""
 _MOST_KEPT = 1_000_000
 """Actions of all orders with a shared vocabulary that are kept to be timed again: about a gigabyte."""
@@ -242,7 +242,10 @@ class PipelineTrials:
             if gains_enough(waiting, best):
                 trials[waiting.name] = self.time_long(waiting, best)
                 best = min(best, trials[waiting.name].seconds)
-        trials |= {name: self.place_anew(trial) for name, trial in trials.items() if self.is_near(trial, best)}
+        for trial in sort_trials(trials.values()):
+            if self.is_near(trial, best):
+                trials[trial.name] = self.place_anew(trial)
+                best = min(best, trials[trial.name].seconds)
         return sort_trials(trials.values())
 
     def time(self, best: float = math.inf) -> list[ScheduleTrial]:
@@ -258,7 +261,7 @@ class PipelineTrials:
             yield trial
 
     def is_near(self, trial: ScheduleTrial, best: float) -> bool:
-        """Whether a schedule may be the best if it is placed for its own costs; `best` is the least of all times without that."""
+        """Whether a schedule may be faster than the best time if it is placed for its own costs; ask in the order of their times."""
         if trial.timed is None or not self.costs.shares:
             return False
         return trial.seconds < best * (1 + self._find_template(trial.name).near)

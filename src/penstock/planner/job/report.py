@@ -246,7 +246,7 @@ def _list_others(plan: JobPlan) -> Iterator[str]:
             rows.append((title, own, str(other.value), "-" if other.seconds is None else plan.units.time(other.seconds), other.words))
     fit, over, slow, long = (counts.get(verdict.value, 0) for verdict in (Verdict.FITS, Verdict.OVER, Verdict.SLOW, Verdict.REFUSED))
     tally = f"{fit} timed and fit; {over} do not fit; {slow} not timed, because the bound is above the best"
-    tally += f"; {long} not timed, because their orders are long and at most {LONG_GAIN:.0%} faster" * bool(long)
+    tally += f"; {long} not timed, because their orders are long and at most {LONG_GAIN:.1%} faster" * bool(long)
     yield f"{sum(counts.values())} configurations: {tally}"
     if len(rows) > 1:
         yield ""

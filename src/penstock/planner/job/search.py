@@ -285,17 +285,18 @@ class ConfigurationSearch:
             self._replace_schedule(trial, self._make_pipelines(trial).time_long(tried, self._best_seconds))
 
     def _place_anew(self) -> None:
-        """Place the shared vocabularies of the orders that are near the best for their own costs."""
-        best, near = self._best_seconds, []
-        for trial in (trial for trial in self.trials.values() if trial.verdict == Verdict.FITS):
+        """Place the shared vocabularies of the orders that are near the best for their own costs, the fastest first."""
+        fitting = [trial for trial in self.trials.values() if trial.verdict == Verdict.FITS and any(trial.configuration.shared_ends)]
+        timed = [(trial.configuration, tried) for trial in fitting for tried in trial.schedules if tried.timed is not None]
+        for done, (configuration, tried) in enumerate(sorted(timed, key=lambda pair: pair[1].seconds)):
+            trial = self.trials[configuration]
             pipelines = self._make_pipelines(trial)
-            near += [(trial.configuration, tried) for tried in trial.schedules if pipelines.is_near(tried, best)]
-        for done, (configuration, tried) in enumerate(sorted(near, key=lambda pair: pair[1].seconds)):
+            if not pipelines.is_near(tried, self._best_seconds):
+                continue
             if self.stop():
                 break
-            self._tell("placing", done, len(near), configuration)
-            trial = self.trials[configuration]
-            self._replace_schedule(trial, self._make_pipelines(trial).place_anew(tried))
+            self._tell("placing", done, len(timed), configuration)
+            self._replace_schedule(trial, pipelines.place_anew(tried))
 
     @property
     def _best_seconds(self) -> float:
