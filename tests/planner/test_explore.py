@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
 
 import penstock as ps
 from penstock.errors import MissingExtraError
-from penstock.planner import exact
+from penstock.planner import exact, explore
 from penstock.planner.budget import count_rounds
+from penstock.planner.candidate import Candidate
 from penstock.planner.named_schedules import one_at_a_time
 from penstock.planner.order_search import search
 from penstock.planner.order_search.search import SearchResult
@@ -184,3 +186,19 @@ def test_a_small_plan_is_proved_optimal():
     plan = ps.plan(profile, ranks=2, microbatches=2, memory_limit=2.0, schedules=["1f1b", "searched"], seconds=4.0)
     assert plan.objective == (2 + 2 - 1) * (2 + 2) + 1
     assert plan.gap == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("vocabulary", [False, True])
+def test_named_schedules_for_a_cluster_keep_to_the_seconds(monkeypatch, vocabulary):
+    """By a clock on which timing an order takes a fifth of a second, and everything else no time."""
+    timed, start = [], time.monotonic()
+    of_timeline = Candidate.of_timeline
+    monkeypatch.setattr(explore, "time", SimpleNamespace(monotonic=lambda: start + 0.2 * len(timed)))
+    monkeypatch.setattr(Candidate, "of_timeline", lambda *given: timed.append(given) or of_timeline(*given))
+    cluster = ps.Cluster([ps.Device(speed=1 - 0.1 * place) for place in range(6)], latency=0.5)
+    ends = ps.Layer(f=3, i=3, w=3, activation=1)
+    given = {"cluster": cluster, "microbatches": 12, "schedules": ["1f1b", "zbv", "zb-h1"], "vocabulary": vocabulary}
+    profile = ps.Profile([ends, *LAYERS, *LAYERS, ends])
+    plan = ps.plan(profile, **given, seconds=10.0)
+    assert 0.2 * len(timed) <= 10.0 + 1.0
+    assert any("stopped after 10 s" in note for note in plan.notes)

@@ -7,6 +7,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -65,14 +66,16 @@ _OFFLOADED, _OFFLOAD_COST = 6, 12
 """Schedules that are made to fit with activations on the host, and how often each is timed."""
 _PLURAL = re.compile(r"\((e?s)\)")
 """The marked ending of a step that is counted."""
-_NAMED_SHARE = 0.5
-"""Share of the seconds for the named schedules if orders are searched too."""
+_NAMED_SHARE, _SPREAD_SHARE = 0.5, 0.75
+"""Share of the seconds for the named schedules if orders are searched too; the second if a vocabulary may be spread under them as well."""
 _STARTING = 4
 """The least cost of a search, in orders that are timed as named ones are."""
 _HASTE = 0.5
 """A step starts only if this share of its expected time is left."""
 _SMALL_ORDER = 4096
-"""Orders up to this many cells (stages times microbatches) are timed however late it is: they take some hundredths of a second."""
+"""An order of so few cells (stages times microbatches) takes some hundredths of a second, and is timed without an estimate of that."""
+LEAST_SECONDS = 5.0
+"""Named schedules with orders that small may take so long, however few seconds a plan has, so that it is the same on slower machines."""
 _EVEN = 1e-9
 
 
@@ -152,12 +155,34 @@ class Explorer:
             self._cut_short.append(what)
         return late
 
+    @property
+    def _named_share(self) -> float:
+        """The share of the seconds for the named schedules; small ones without a spread vocabulary may start until the end."""
+        if not self.request.searches:
+            return 1.0
+        return _SPREAD_SHARE if self.request.spread_profiles else _NAMED_SHARE
+
     def _is_late(self, cells: float, share: float) -> bool:
         seconds, timed = self._timed
         return cells > _SMALL_ORDER and self.seconds_left(share) < _HASTE * cells * seconds / max(timed, 1)
 
     def _is_over(self, what: str, cells: float, share: float) -> bool:
+        least = LEAST_SECONDS / self.request.seconds if self.request.seconds and cells <= _SMALL_ORDER else 0.0
+        if self.seconds_left(max(share, least)) < 0:
+            self._cut_short.append(what)
+            return True
         return self.request.stop() or self.is_too_late_for(what, cells, share)
+
+    def _is_over_with_a_plan(self, cells: float, share: float) -> bool:
+        """Whether the present named schedule is to be left as it is: the time is up, and something fits."""
+        return self.best is not None and self._is_over("named schedule(s) unfinished", cells, share)
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """Leave what the block takes out of the seconds."""
+        before = time.monotonic()
+        yield
+        self._start += time.monotonic() - before
 
     def note_what_was_cut_short(self) -> None:
         if self._cut_short:
@@ -188,25 +213,27 @@ class Explorer:
             for named in usable
             if can_be_spread(named) and named.placement.stages <= count_stage_layers(profile)
         ]
-        todo += sorted(spread, key=partial(order_by_effort, request))
-        simulate(lower(one_at_a_time(Placement.linear(1), 1)), Costs())  # loads the compiled simulator before anything is measured
-        share = _NAMED_SHARE if request.searches else 1.0
+        with self._uncounted():  # loads the compiled simulator before anything is measured
+            simulate(lower(one_at_a_time(Placement.linear(1), 1)), Costs())
+        share = self._named_share
         tried_least = False
-        for done, (named, profile) in enumerate(todo):
+        for done, (named, profile) in enumerate(chain(todo, self._list_by_promise(spread))):
             if request.stop():
                 return
             cells = named.placement.stages * request.count_microbatches(profile) * named.slices
-            if self.best is None and request.searches and not tried_least and self._is_late(cells, share):
+            until = share if profile.shares or cells > _SMALL_ORDER else 1.0
+            if self.best is None and request.searches and not tried_least and self._is_late(cells, until):
                 self.try_one_at_a_time()
                 tried_least = True
-            if (self.best is not None or tried_least) and self.is_too_late_for("named schedule(s) not timed", cells, share):
+            if (self.best is not None or tried_least) and self._is_over("named schedule(s) not timed", cells, until):
                 continue
             if named.slices > 1 and self.best is not None and self.seconds_left(share) < 0:
                 self._cut_short.append("schedule(s) with slices not timed")
                 continue
-            self._tell("timing", done, len(todo), named.name)
+            self._tell("timing", done, len(todo) + len(spread), named.name)
             before = time.monotonic()
-            candidates = time_named(named, profile, request, self._is_slow)
+            is_over = partial(self._is_over_with_a_plan, cells, until)
+            candidates = time_named(named, profile, request, self._is_slow, is_over)
             for candidate in candidates:
                 self._add(candidate)
             self._tried += [] if profile.shares else [(named, profile, candidates)]
@@ -218,6 +245,13 @@ class Explorer:
         if self.best is None and request.searches and not tried_least:
             self.try_one_at_a_time()
         self._recut()
+
+    def _list_by_promise(self, spread: list[tuple[NamedSchedule, Profile]]) -> Iterator[tuple[NamedSchedule, Profile]]:
+        """The schedules to try with a spread vocabulary, small ones in the order of their times without it: there may be time for few."""
+        plain: dict[str, float] = {}
+        for candidate in self.candidates:
+            plain[candidate.name] = min(plain.get(candidate.name, math.inf), candidate.time_or_inf)
+        yield from sorted(spread, key=lambda pair: (order_by_effort(self.request, pair), plain.get(pair[0].name, math.inf)))
 
     def _try_offload(self, share: float) -> None:
         """Move activations to the host under the fastest schedules that memory holds back, until some of them fit."""
@@ -247,7 +281,7 @@ class Explorer:
 
     def _try_settings(self) -> None:
         """On a small cluster, time the schedules on the best orders of the devices and cuts, those that do not fit yet too."""
-        share = _NAMED_SHARE if self.request.searches else 1.0
+        share = self._named_share
         named = [candidate for candidate in self.candidates if candidate.timed is not None and candidate.name != SEARCHED]
         plain = [candidate for candidate in named if candidate.slices == 1 and not candidate.vocabulary]
         for candidate in sorted(plain, key=lambda candidate: (not candidate.fits, candidate.time_or_inf)):
@@ -261,7 +295,7 @@ class Explorer:
 
     def _recut(self) -> None:
         """Shift the cuts under the fastest that fit."""
-        best, share = self.best, _NAMED_SHARE if self.request.searches else 1.0
+        best, share = self.best, self._named_share
         for candidate in sorted(self.fitting, key=lambda candidate: candidate.time_or_inf)[:_RECUT]:
             if best is None or candidate.time_or_inf > best.time_or_inf * (1 + _NEARLY):
                 continue
@@ -278,12 +312,11 @@ class Explorer:
         """Search orders on the most promising problems, then longer on the best of them."""
         from penstock.planner.order_search.search import compile_loops
 
-        # What is left is for the search, and at least its share if the named schedules took longer.
-        self._start = max(self._start, time.monotonic() - _NAMED_SHARE * self.request.seconds)
         todo = self._list_promising()
         if todo and not self.request.stop():
             self._tell("preparing", 0, 1, "the search is compiled once per machine")
-            compile_loops()
+            with self._uncounted():
+                compile_loops()
         total = len(todo) + _FINALISTS
         begin = 1 - self.seconds_left() / self.request.seconds
         short = _FIRST_SHARE / max(len(todo), 1)

@@ -251,9 +251,18 @@ def one_at_a_time(placement: Placement, microbatches: int, name: str = "one-at-a
 # Timing ---------------------------------------------------------------------------------------------------------------
 
 
-def time_named(named: NamedSchedule, profile: Profile, request: Request, is_slow: Callable[[Problem], bool]) -> list[Candidate]:
-    """Time one schedule and, if its memory holds it back and that is allowed, again with some and with all stages recomputed."""
-    return list(_Fitting(named, profile, request, is_slow).run())
+def time_named(
+    named: NamedSchedule,
+    profile: Profile,
+    request: Request,
+    is_slow: Callable[[Problem], bool],
+    is_over: Callable[[], bool] = lambda: False,
+) -> list[Candidate]:
+    """Time one schedule and, if its memory holds it back and that is allowed, again with some and with all stages recomputed.
+
+    Once `is_over()`, it is left with the partitions that were timed until then, at least one.
+    """
+    return list(_Fitting(named, profile, request, is_slow, is_over).run())
 
 
 @dataclass
@@ -264,6 +273,7 @@ class _Fitting:
     profile: Profile
     request: Request
     is_slow: Callable[[Problem], bool]
+    is_over: Callable[[], bool]
     known: Candidate | None = None
     """The order on any problem, if it is the same on all."""
 
@@ -277,6 +287,8 @@ class _Fitting:
         problems = self.request.make_problems(self.profile, placement, none, self.named.slices)
         if first.fits and any((first.sizes, first.devices) == (problem.sizes, problem.devices) for problem in problems):
             return  # the memory does not hold it back
+        if self.is_over():
+            return
         every = self._fit(all_stages)
         some = [candidate for candidate in self._recompute_some(first, every, problems) if candidate.fits]
         if some:
@@ -297,13 +309,13 @@ class _Fitting:
             least = min(problem.work for problem in problems)
             return Candidate.untimed(named.name, problems[0], Verdict.SLOW, request.units.time(least))
         try:
-            timed = [share_again(candidate) for problem in self._choose(fast) for candidate in self._time(problem)]
+            timed = [share_again(candidate) for candidate in self._time_until_over(self._choose(fast))]
         except PenstockError as error:  # the schedule itself says what it does not take
             return Candidate.untimed(named.name, problems[0], Verdict.REFUSED, str(error))
         if not timed:
             return Candidate.untimed(named.name, problems[0], Verdict.REFUSED, "it splits the backward")
         best = _pick_best(timed)
-        if best.fits:
+        if best.fits or self.is_over():
             return best
         by_devices: dict[object, list[Candidate]] = {}
         for candidate in timed:
@@ -339,6 +351,13 @@ class _Fitting:
             self.known = candidate if self.named.is_fixed else None
             yield candidate
 
+    def _time_until_over(self, problems: Iterable[Problem]) -> Iterator[Candidate]:
+        """The schedule on each of these problems, on the first in any case."""
+        for place, problem in enumerate(problems):
+            if place and self.is_over():
+                return
+            yield from self._time(problem)
+
     def _choose(self, problems: list[Problem]) -> list[Problem]:
         """The problems that the schedule is built for: all if its order is always the same, else some.
 
@@ -351,7 +370,12 @@ class _Fitting:
         if len(problems) <= most:
             return problems
         order = _pick_best(list(self._time(problems[0])))
-        return sorted(problems, key=lambda problem: _rate(share_again(order.retime(problem))))[:most]
+        rated: list[tuple[tuple[bool, float | None, float | None], Problem]] = []
+        for problem in problems:
+            if rated and self.is_over():
+                break
+            rated.append((_rate(share_again(order.retime(problem))), problem))
+        return [problem for _, problem in sorted(rated, key=lambda pair: pair[0])][:most]
 
     def _cut_for_memory(self, candidate: Candidate) -> Candidate:
         """Cut the model so that this schedule fits; the moments at which it did not are added one after the other."""
@@ -384,6 +408,8 @@ class _Fitting:
         ranks, peaks = self.named.placement.copies[0], even.timeline.peak_memory
         neediest = sorted(set(ranks), key=lambda rank: (-peaks[rank], rank))
         for count in np.unique(np.linspace(1, max(len(neediest) - 1, 1), _COUNTS).astype(int)).tolist():
+            if self.is_over():
+                return
             chosen = set(neediest[:count])
             yield self._fit(tuple(rank in chosen for rank in ranks))
 

@@ -323,7 +323,10 @@ def plan(
     - `vocabulary`: whether the first layer, the embedding, and the last, the head with the loss, may be spread over all ranks; such plans
       compete with those that have them on the first and last stage. On a cluster, each device takes as many of their rows as it is fast,
       within its memory: `Plan.row_shares`;
-    - `seconds`: how long to plan; with 0 only the named schedules are timed, however long that takes;
+    - `seconds`: how long to plan; with 0 only the named schedules are timed, however long that takes. Up to half of it is for the named
+      schedules if orders are searched too (three quarters with `vocabulary`), but at least 5 s if their orders are small. What is left out
+      then is in the notes. Not counted is what takes up to half a minute once per machine, compiling the simulator and the search; and
+      the order that is being timed, the schedules until a first one fits, and the proof are not interrupted;
     - `rounds`: how many orders the search times; the default usually takes less than `seconds`. Equal arguments and seeds give equal plans,
       unless `seconds` run out first: the report then says so;
     - `jitter`: how much times vary when robustness is measured; among candidates within `near` of the fastest, one that is more robust by

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import permutations, product
 
 import pytest
 
 import penstock as ps
 from penstock.planner.job.layer_costs import LayerCosts
-from penstock.planner.job.pipelines import PipelineTrials, ScheduleTemplates
+from penstock.planner.job.pipelines import LONG_GAIN, PipelineTrials, ScheduleTemplates
 from penstock.planner.problem import Problem
 from penstock.schedules.registry import parse_name
 from planner.job.small_jobs import small_job
@@ -133,3 +133,25 @@ def test_a_shared_vocabulary_keeps_to_the_limit_and_counts_its_logits():
         assert trial.seconds >= free.seconds
     assert sum(trial.recomputed) > 0
     assert trial.candidate.problem.costs.of_stage("logits", 3) > 4096 / 4 * 128 * 2  # 16 bits, of all tokens and a quarter of the words
+
+
+@pytest.mark.parametrize("names", list(permutations(("1f1b", "zb-h1", "zbv"))))
+def test_a_long_order_that_is_much_faster_is_placed_although_another_fits(monkeypatch, names):
+    monkeypatch.setattr("penstock.planner.job.pipelines._MOST_PLACED", 0)
+    costs = LayerCosts(small_job(model={"layers": 8, "vocabulary": 8192}), ps.Configuration(pipeline=4, vocabulary="head"))
+    alone = {name: PipelineTrials(costs, ScheduleTemplates((name,))).run()[0].seconds for name in names}
+    assert alone["zbv"] < alone["1f1b"] * (1 - LONG_GAIN)
+    best = PipelineTrials(costs, ScheduleTemplates(names)).run()[0]
+    assert best.seconds <= min(alone.values()) / (1 - LONG_GAIN)
+
+
+@pytest.mark.parametrize("part", [0.97, 0.955, 0.94])
+def test_memory_that_is_short_with_more_activations_is_tried_with_fewer_however_fast_the_best_is(part):
+    chosen, model = ps.Configuration(pipeline=4, vocabulary="spread"), {"layers": 8, "vocabulary": 4096}
+    templates = ScheduleTemplates(("zb-h1",))
+    free = PipelineTrials(LayerCosts(small_job(model=model), chosen), templates).run()[0]
+    costs = LayerCosts(small_job(model=model, memory=part * max(free.candidate.timeline.peak_memory)), chosen)
+    trials = PipelineTrials(costs, templates)
+    (first,), (alone,) = trials.time(), trials.run()
+    (against,) = trials.run(best=first.seconds * (1 + 1e-9))
+    assert against.seconds == alone.seconds

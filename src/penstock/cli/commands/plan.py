@@ -116,7 +116,12 @@ def plan(
     ] = None,
     seconds: Annotated[
         float | None,
-        text_option("How long to plan; 0 tries only the named schedules, however long that takes.  [default: 7]", "S", "--seconds"),
+        text_option(
+            "How long to plan, besides what is compiled once per machine; named schedules may take 5 s even if it is less. "
+            "0 tries only the named schedules, however long that takes.  [default: 7]",
+            "S",
+            "--seconds",
+        ),
     ] = None,
     rounds: Annotated[
         float | None, text_option("Orders that the search times.  [default: as many as usually fit into --seconds]", "N", "--rounds")

@@ -5,13 +5,14 @@ room taking fewer layers or recomputing some. Time and memory of the result come
 
 If the vocabulary is shared among the ranks, S, T and the collectives are placed in the schedule by `spread_vocabulary`. That takes longer
 than timing a schedule, so an order is placed once for all configurations whose shares take about the same part of a stage's time, and is
-placed anew for the costs themselves if that brings it near the best.
+placed anew for the costs themselves if it comes near the best. Long orders are set aside, and placed when everything else is timed, if
+their bounds are far enough below the best. Both are decided by times that do not depend on what was tried first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -52,7 +53,9 @@ _NEAR, _NEAR_IF_SHORT = 0.003, 0.1
 _SHORT = 1000
 """Compute actions of the longest order that counts as short."""
 _MOST_PLACED = 150_000
-"""Compute actions of the longest order that is placed anew, and in which S and T are placed at all once a configuration fits."""
+"""Compute actions of the longest order that is placed anew, and in which S and T are placed before everything else is timed."""
+LONG_GAIN = 0.025
+"""A longer one is placed only if its bound is below the best by more than this share: so much the best may be slower than it need be."""
 _MOST_KEPT = 1_000_000
 """Actions of all orders with a shared vocabulary that are kept to be timed again: about a gigabyte."""
 _TIMED_BY = {Kind.F: (0,), Kind.I: (1,), Kind.W: (2,), Kind.B: (1, 2)}
@@ -72,6 +75,8 @@ class ScheduleTrial:
     """Seconds that it takes at least."""
     excess: float = 0.0
     """Bytes over the limit on the fullest GPU, if it does not fit."""
+    guess: float = 0.0
+    """About the seconds that it takes, if it was set aside because placing S and T in its order takes long."""
 
     @property
     def candidate(self) -> Candidate:
@@ -101,9 +106,14 @@ class ScheduleTemplate:
         return len(self.candidate.schedule.rows.codes)
 
     @property
+    def is_long(self) -> bool:
+        """Whether placing S and T in it takes many seconds."""
+        return len(self) > _MOST_PLACED
+
+    @property
     def near(self) -> float:
         """By what share it may be slower than the best to be placed anew for its own costs."""
-        return _NEAR_IF_SHORT if len(self) <= _SHORT else _NEAR
+        return 0.0 if self.is_long else _NEAR_IF_SHORT if len(self) <= _SHORT else _NEAR
 
     @property
     def splits(self) -> bool:
@@ -181,6 +191,16 @@ def _round_shares(costs: Costs, stages: int) -> tuple[tuple[str, float, float], 
     return tuple(rounded)
 
 
+def sort_trials(trials: Iterable[ScheduleTrial]) -> list[ScheduleTrial]:
+    """The fastest that fits first, and those that do not fit last."""
+    return sorted(trials, key=lambda trial: (trial.timed is None, trial.seconds, trial.excess, trial.bound))
+
+
+def gains_enough(waiting: ScheduleTrial, best: float) -> bool:
+    """Whether a schedule that was set aside may be faster than the best time by so much that it is worth the seconds of placing it."""
+    return waiting.bound < best * (1 - LONG_GAIN)
+
+
 def count_layers(costs: JobCosts) -> int:
     """Layers that are in a stage, of which every stage needs one."""
     return costs.job.layers + sum(costs.ends) - sum(costs.configuration.shared_ends)
@@ -195,8 +215,6 @@ class PipelineTrials:
     recompute: bool = True
     limit: float | None = None
     """Bytes of a GPU that may be used; by default those of the job."""
-    places_anew: bool = True
-    """Whether S and T are placed for the costs themselves under schedules that are near the best, or for similar ones only."""
 
     @property
     def _limit(self) -> float:
@@ -218,16 +236,55 @@ class PipelineTrials:
 
     def run(self, best: float = math.inf) -> list[ScheduleTrial]:
         """Try every schedule; one whose bound is not below the best time is not timed. The fastest that fits comes first."""
-        trials = list(self._try_all(best))
-        return sorted(trials, key=lambda trial: (trial.timed is None, trial.seconds, trial.excess, trial.bound))
+        trials = {trial.name: trial for trial in self.time(best)}
+        best = min([best, *(trial.seconds for trial in trials.values())])
+        for waiting in sorted((trial for trial in trials.values() if trial.guess), key=lambda trial: trial.guess):
+            if gains_enough(waiting, best):
+                trials[waiting.name] = self.time_long(waiting, best)
+                best = min(best, trials[waiting.name].seconds)
+        for trial in sort_trials(trials.values()):
+            if self.is_near(trial, best):
+                trials[trial.name] = self.place_anew(trial)
+                best = min(best, trials[trial.name].seconds)
+        return sort_trials(trials.values())
 
-    def _try_all(self, best: float) -> Iterator[ScheduleTrial]:
+    def time(self, best: float = math.inf) -> list[ScheduleTrial]:
+        """Try every schedule with S and T placed for similar costs, and set long ones aside."""
+        return sort_trials(self._time_all(best))
+
+    def _time_all(self, best: float) -> Iterator[ScheduleTrial]:
         usable, _ = self.list_usable()
         templates = [template for named in usable if (template := self.templates.time(named, self.microbatches)) is not None]
         for bound, template in sorted(((self._bound_shared(template, best), template) for template in templates), key=lambda pair: pair[0]):
             trial = self._try_shared(template, bound, best) if self.costs.shares else self._try(template, best)
             best = min(best, trial.seconds)
             yield trial
+
+    def is_near(self, trial: ScheduleTrial, best: float) -> bool:
+        """Whether a schedule may be faster than the best time if it is placed for its own costs; ask in the order of their times."""
+        if trial.timed is None or not self.costs.shares:
+            return False
+        return trial.seconds < best * (1 + self._find_template(trial.name).near)
+
+    def place_anew(self, trial: ScheduleTrial) -> ScheduleTrial:
+        """The same shares with S and T placed for their own costs, or as they are if that is no faster."""
+        order, known = self._find_template(trial.name).candidate, trial.timed
+        assert known is not None
+        assert known.sizes is not None
+        problem = self._make_problem(order, known.sizes, trial.recomputed)
+        spread = (spread_vocabulary(order.schedule, problem.costs, self._make_vocabulary(ahead)) for ahead in _AHEAD)
+        placed = [Candidate.time(trial.name, problem, one) for one in spread]
+        return replace(trial, timed=min((one for one in (known, *placed) if one.fits), key=lambda one: one.time_or_inf))
+
+    def time_long(self, trial: ScheduleTrial, best: float) -> ScheduleTrial:
+        """Time a schedule that was set aside, unless its bound is not below the best time."""
+        return self._try_shared(self._find_template(trial.name), trial.bound, best, sets_aside=False)
+
+    def _find_template(self, name: str) -> ScheduleTemplate:
+        named = next(named for named in self.list_usable()[0] if named.name == name)
+        template = self.templates.time(named, self.microbatches)
+        assert template is not None
+        return template
 
     def _bound_shared(self, template: ScheduleTemplate, best: float) -> float:
         """With a shared vocabulary, the bound on the shares that the plain schedule has room for; 0 without, or if there is too little."""
@@ -240,35 +297,27 @@ class PipelineTrials:
         bound = self._bound_work(shares)
         return bound if bound >= best else max(bound, self._bound_order(template, shares.sizes, shares.recomputed))
 
-    def _try_shared(self, template: ScheduleTemplate, bound: float, best: float) -> ScheduleTrial:
+    def _try_shared(self, template: ScheduleTemplate, bound: float, best: float, sets_aside: bool = True) -> ScheduleTrial:
         """Try a schedule with the vocabulary shared among its ranks, which is placed if the bound is below the best."""
         order = template.candidate
         shares = self._share(order, template.moments, (self._limit,) * order.problem.ranks)
         if not isinstance(shares, Shares):
             return ScheduleTrial(order.name, excess=shares)
-        if bound >= best or (best < math.inf and len(template) > _MOST_PLACED):
+        if bound >= best:
             return ScheduleTrial(order.name, bound=bound)
+        if template.is_long and sets_aside:
+            return ScheduleTrial(order.name, bound=bound, guess=bound / (1 - (order.bubble or 0.0)))
         costs = self._make_problem(order, shares.sizes, shares.recomputed).costs
         tried: list[ScheduleTrial] = []
         for ahead in _AHEAD[:2]:
             tried.append(self._try(self.templates.place(template, costs, self._make_vocabulary(ahead)), best * (1 + template.near)))
-            if not tried[-1].excess and not any(tried[-1].recomputed):
-                break
-        trial = min(tried, key=lambda trial: (trial.seconds, trial.excess))
-        return self._place_anew(trial, template) if self.places_anew and trial.seconds < best * (1 + template.near) else trial
+            if tried[-1].timed is not None and not any(tried[-1].recomputed):
+                break  # else memory is short: with fewer activations, less may be recomputed
+        return min(tried, key=lambda trial: (trial.seconds, trial.excess, trial.bound))
 
     def _make_vocabulary(self, ahead: int) -> Vocabulary:
         embedding, head = self.costs.configuration.shared_ends
         return Vocabulary(head=head, embedding=embedding, ahead=ahead)
-
-    def _place_anew(self, trial: ScheduleTrial, template: ScheduleTemplate) -> ScheduleTrial:
-        """The same shares with the order that is best for their own costs, unless it is too long to try."""
-        found, problem = [trial.candidate], trial.candidate.problem
-        schedule = template.candidate.schedule
-        if len(template) <= _MOST_PLACED:
-            spread = (spread_vocabulary(schedule, problem.costs, self._make_vocabulary(ahead)) for ahead in _AHEAD)
-            found += [Candidate.time(trial.name, problem, one) for one in spread]
-        return replace(trial, timed=min((one for one in found if one.fits), key=lambda one: one.time_or_inf))
 
     def _try(self, template: ScheduleTemplate, best: float) -> ScheduleTrial:
         order, moments = template.candidate, template.moments

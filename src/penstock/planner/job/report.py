@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.planner.candidate import Verdict
 from penstock.planner.job.configuration import DIMENSIONS, HEAD, SPREAD
-from penstock.planner.job.pipelines import ScheduleTrial
+from penstock.planner.job.pipelines import LONG_GAIN, ScheduleTrial
 from penstock.planner.job.search import Trial
 from penstock.planner.partition.stage_costs import split_layers
 from penstock.text.numbers import format_count
@@ -110,7 +110,7 @@ def _compare(plan: JobPlan, name: str, value: Any, trials: list[Trial]) -> Alter
         words = "as fast" if slower < 5e-5 else f"{slower:.1%} slower"
         return Alternative(name, value, fastest.seconds, bound, None, f"{words}: {_describe_rest(plan, fastest)}")
     if waiting and bound < plan.seconds:
-        return Alternative(name, value, None, bound, None, "not timed: its orders are too long to share the vocabulary in")
+        return Alternative(name, value, None, bound, None, f"not timed: long orders, {1 - bound / plan.seconds:.1%} faster at most")
     if waiting:
         return Alternative(name, value, None, bound, None, f"at least {bound / plan.seconds - 1:.1%} slower by its bound")
     nearest = min(trials, key=lambda trial: trial.excess)
@@ -246,7 +246,7 @@ def _list_others(plan: JobPlan) -> Iterator[str]:
             rows.append((title, own, str(other.value), "-" if other.seconds is None else plan.units.time(other.seconds), other.words))
     fit, over, slow, long = (counts.get(verdict.value, 0) for verdict in (Verdict.FITS, Verdict.OVER, Verdict.SLOW, Verdict.REFUSED))
     tally = f"{fit} timed and fit; {over} do not fit; {slow} not timed, because the bound is above the best"
-    tally += f"; {long} not timed, because their orders are too long to share the vocabulary in" * bool(long)
+    tally += f"; {long} not timed, because their orders are long and at most {LONG_GAIN:.1%} faster" * bool(long)
     yield f"{sum(counts.values())} configurations: {tally}"
     if len(rows) > 1:
         yield ""

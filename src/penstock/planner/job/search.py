@@ -14,7 +14,7 @@ from penstock.planner.candidate import Verdict
 from penstock.planner.job.configuration import DEGREES, DIMENSIONS, ENDS, VOCABULARIES, Configuration
 from penstock.planner.job.costs import JobCosts, make_costs
 from penstock.planner.job.job import Job
-from penstock.planner.job.pipelines import PipelineTrials, ScheduleTemplates, ScheduleTrial
+from penstock.planner.job.pipelines import PipelineTrials, ScheduleTemplates, ScheduleTrial, gains_enough, sort_trials
 from penstock.planner.request import Progress
 from penstock.text.units import Units
 
@@ -43,7 +43,7 @@ class Trial:
     bound: float
     """Seconds that no schedule, partition or recompute of this configuration can beat."""
     verdict: Verdict
-    """`FITS`, `OVER`, `SLOW` if its bound is above the best, or `REFUSED` if only its orders are too long to share the vocabulary in."""
+    """`FITS`, `OVER`, `SLOW` if its bound is above the best, or `REFUSED` if only its long orders may be faster, by too little."""
     schedules: tuple[ScheduleTrial, ...] = field(default=(), repr=False)
     """The fastest that fits first."""
     excess: float = 0.0
@@ -245,20 +245,69 @@ class ConfigurationSearch:
     best: Trial | None = None
 
     def run(self) -> Trial:
-        """The best configuration; raises `PlanError` if none fits."""
+        """The best configuration; raises `PlanError` if none fits.
+
+        Which long orders are timed, and what is placed anew, is decided when all times before that are known: it does not depend on the
+        order in which configurations were tried.
+        """
+        self._time_all()
+        self._time_long()
+        self._place_anew()
+        if self.best is None:
+            raise PlanError(self._explain_refusal())
+        for trial in self.trials.values():
+            if trial.verdict == Verdict.REFUSED and trial.at_least >= self.best.seconds:
+                self.trials[trial.configuration] = replace(trial, verdict=Verdict.SLOW)
+        self._time_neighbours()
+        return self.best
+
+    def _time_all(self) -> None:
+        """Time configurations until no bound is below the best, with long orders set aside."""
         order = sorted(map(self._bound, self._list_possible()), key=self._guess)
         for done, trial in enumerate(order):
             if trial.verdict == Verdict.OVER or (self.best is not None and trial.bound >= self.best.seconds):
                 continue
             if self.stop():
                 break
-            best = (None, "") if self.best is None else (self.best.seconds, self.best.schedules[0].name)
-            self.tell(Progress("timing", done, len(order), trial.configuration.describe(), *best))
-            self._time(trial, math.inf if self.best is None else self.best.seconds)
-        if self.best is None:
-            raise PlanError(self._explain_refusal())
-        self._time_neighbours()
-        return self.best
+            self._tell("timing", done, len(order), trial.configuration)
+            self._time(trial, self._best_seconds)
+
+    def _time_long(self) -> None:
+        """Time the long orders that were set aside and may be much faster than the best, the most promising first."""
+        waiting = [(trial.configuration, tried) for trial in self.trials.values() for tried in trial.schedules if tried.guess]
+        for done, (configuration, tried) in enumerate(sorted(waiting, key=lambda pair: pair[1].guess)):
+            if not gains_enough(tried, self._best_seconds):
+                continue
+            if self.stop():
+                break
+            self._tell("placing", done, len(waiting), configuration)
+            trial = self.trials[configuration]
+            self._replace_schedule(trial, self._make_pipelines(trial).time_long(tried, self._best_seconds))
+
+    def _place_anew(self) -> None:
+        """Place the shared vocabularies of the orders that are near the best for their own costs, the fastest first."""
+        fitting = [trial for trial in self.trials.values() if trial.verdict == Verdict.FITS and any(trial.configuration.shared_ends)]
+        timed = [(trial.configuration, tried) for trial in fitting for tried in trial.schedules if tried.timed is not None]
+        for done, (configuration, tried) in enumerate(sorted(timed, key=lambda pair: pair[1].seconds)):
+            trial = self.trials[configuration]
+            pipelines = self._make_pipelines(trial)
+            if not pipelines.is_near(tried, self._best_seconds):
+                continue
+            if self.stop():
+                break
+            self._tell("placing", done, len(timed), configuration)
+            self._replace_schedule(trial, pipelines.place_anew(tried))
+
+    @property
+    def _best_seconds(self) -> float:
+        return math.inf if self.best is None else self.best.seconds
+
+    def _tell(self, phase: str, done: int, total: int, configuration: Configuration) -> None:
+        best = (None, "") if self.best is None else (self.best.seconds, self.best.schedules[0].name)
+        self.tell(Progress(phase, done, total, configuration.describe(), *best))
+
+    def _make_pipelines(self, trial: Trial) -> PipelineTrials:
+        return PipelineTrials(make_costs(self.job, trial.configuration), self.templates, self.recompute)
 
     def _list_possible(self) -> list[Configuration]:
         """The configurations that any of the schedules is possible for; raises `PlanError` if there is none."""
@@ -291,26 +340,35 @@ class ConfigurationSearch:
         parts = min(max(layers // chosen.pipeline, _SPLIT_BACKWARD), _MOST_CHUNKS)
         return trial.bound * (1 + (chosen.pipeline - 1) / (parts * microbatches))
 
-    def _time(self, trial: Trial, best: float, places_anew: bool = True) -> Trial:
+    def _time(self, trial: Trial, best: float) -> Trial:
         """Try the schedules of a configuration that may take less than the best time."""
-        costs = make_costs(self.job, trial.configuration)
-        schedules = tuple(PipelineTrials(costs, self.templates, self.recompute, places_anew=places_anew).run(best))
+        schedules = self._make_pipelines(trial).time(best)
         if not schedules:
             return self.trials.pop(trial.configuration)  # none of the schedules takes so many microbatches
-        fits = bool(schedules) and schedules[0].timed is not None
+        return self._keep(trial, schedules)
+
+    def _replace_schedule(self, trial: Trial, changed: ScheduleTrial) -> None:
+        self._keep(trial, sort_trials([changed, *(tried for tried in trial.schedules if tried.name != changed.name)]))
+
+    def _keep(self, trial: Trial, schedules: Sequence[ScheduleTrial]) -> Trial:
+        """Keep what became of the schedules of a configuration, with the orders and timelines of the best configuration only."""
         open_bounds = [tried.bound for tried in schedules if not tried.excess]
-        verdict = Verdict.FITS if fits else Verdict.SLOW if open_bounds else Verdict.OVER
-        if verdict == Verdict.SLOW and min(open_bounds) < best:
-            verdict = Verdict.REFUSED
-        excess = min((tried.excess for tried in schedules), default=0.0) if verdict == Verdict.OVER else 0.0
-        timed = replace(trial, verdict=verdict, schedules=schedules, excess=excess)
-        wins = fits and (self.best is None or timed.seconds < self.best.seconds)
-        if wins and self.best is not None:
-            self.trials[self.best.configuration] = self.best.keep_figures()
-        self.trials[trial.configuration] = timed if wins else timed.keep_figures()
-        if wins:
-            self.best = timed
-        return timed
+        if schedules[0].timed is not None:
+            verdict = Verdict.FITS
+        elif not open_bounds:
+            verdict = Verdict.OVER
+        else:
+            verdict = Verdict.REFUSED if min(open_bounds) < self._best_seconds else Verdict.SLOW
+        excess = min(tried.excess for tried in schedules) if verdict == Verdict.OVER else 0.0
+        kept = replace(trial, verdict=verdict, schedules=tuple(schedules), excess=excess)
+        is_best = self.best is not None and trial.configuration == self.best.configuration
+        if is_best or kept.seconds < self._best_seconds:
+            if self.best is not None:
+                self.trials[self.best.configuration] = self.best.keep_figures()
+            self.best = self.trials[trial.configuration] = kept
+        else:
+            self.trials[trial.configuration] = kept.keep_figures()
+        return kept
 
     def _time_neighbours(self) -> None:
         """Find the best configuration of each other value of each dimension, or stop looking after a few."""
@@ -322,7 +380,7 @@ class ConfigurationSearch:
                     if self.stop() or (is_long and best < math.inf):
                         break
                     if trial.at_least < best:
-                        best = min(best, self._time(trial, best, places_anew=False).seconds)
+                        best = min(best, self._time(trial, best).seconds)
 
     def _is_long(self, configuration: Configuration) -> bool:
         """Whether placing its shared vocabulary takes seconds."""
