@@ -399,7 +399,9 @@ def list_rows(setting: Setting, tokens: int, only: Sequence[str], lanes: Sequenc
         try:
             sms = SMS if setting.device.type == "cuda" else None
             measured = run_case(prepared, setting.shape, batch, 1 if tokens > 2**16 else setting.steps, sms)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, ps.PipelineError) as error:
+            if not isinstance(error.__cause__ or error, torch.OutOfMemoryError):
+                raise
             release_memory()
             yield row | {"note": "out of memory"}
             continue
