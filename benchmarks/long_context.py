@@ -35,6 +35,7 @@ from torch.nn import functional  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
 import penstock as ps  # noqa: E402
+from penstock.errors import PipelineError  # noqa: E402
 from penstock.ir.kind import Kind  # noqa: E402
 from penstock.planner.partition.cut import cut_layers  # noqa: E402
 from penstock.planner.partition.slices import choose_lengths, split_equally  # noqa: E402
@@ -399,7 +400,7 @@ def list_rows(setting: Setting, tokens: int, only: Sequence[str], lanes: Sequenc
         try:
             sms = SMS if setting.device.type == "cuda" else None
             measured = run_case(prepared, setting.shape, batch, 1 if tokens > 2**16 else setting.steps, sms)
-        except (torch.OutOfMemoryError, ps.PipelineError) as error:
+        except (torch.OutOfMemoryError, PipelineError) as error:
             if not isinstance(error.__cause__ or error, torch.OutOfMemoryError):
                 raise
             release_memory()
