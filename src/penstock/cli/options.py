@@ -12,7 +12,7 @@ import typer
 
 from penstock.errors import CostsError, FileFormatError, UsageError
 from penstock.schedules.registry import CLASS_NAMES, algorithms
-from penstock.text.units import LEAST_BYTES, SECONDS, has_byte_unit, parse_size, parse_time, seconds_per
+from penstock.text.units import LEAST_BYTES, SECONDS, has_byte_unit, has_time_unit, parse_rate, parse_size, parse_time, seconds_per
 
 STDOUT = Path("-")
 TEXT = ("", ".txt", ".md", ".log")
@@ -44,7 +44,10 @@ def refuse_unitless(option: str, text: str | None, what: str = "memory is in byt
 
 def read_rate(option: str, text: str | None, in_bytes: bool = True) -> float | None:
     """Read an option that is a bandwidth, like 50GB; if sizes are in bytes, its unit must be written."""
-    rate = read_size(option, text)
+    try:
+        rate = None if text is None else parse_rate(text, option)
+    except CostsError as error:
+        raise UsageError(str(error)) from None
     if in_bytes:
         refuse_unitless(option, text, "bandwidth is in bytes per second", "GB")
     return rate
@@ -55,14 +58,12 @@ def read_time(option: str, text: str | None, unit: str = "s") -> float | None:
     if text is None:
         return None
     try:
-        value, written = parse_time(text, option)
+        time = parse_time(text, option, unit)
     except CostsError as error:
         raise UsageError(str(error)) from None
-    if written and unit not in SECONDS:
-        raise UsageError(f"{option} {text}: the profile's times have no unit: write a plain number")
-    if not written and unit in SECONDS and value * SECONDS[unit] >= 1.0:
-        raise UsageError(f"{option} {text}: that would be {value:g} {unit}, so write the unit, like {value:g}us")
-    return value * (SECONDS[written] / SECONDS[unit] if written else 1.0)
+    if not has_time_unit(text) and unit in SECONDS and time * SECONDS[unit] >= 1.0:
+        raise UsageError(f"{option} {text}: that would be {time:g} {unit}, so write the unit, like {time:g}us")
+    return time
 
 
 def read_size(option: str, text: str | None) -> float | None:

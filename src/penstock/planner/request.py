@@ -25,7 +25,7 @@ from penstock.planner.profile import Profile, SliceCost
 from penstock.planner.profile.vocabulary import list_rank_shares, list_row_parts, spread_ends
 from penstock.schedules.registry import algorithms, parse_name
 from penstock.text.options import format_options, split_options
-from penstock.text.units import Units, check_count, has_byte_unit, parse_size
+from penstock.text.units import Units, check_count, has_byte_unit, parse_rate, parse_size
 
 HEADROOM = 0.05
 """The share of a memory limit that stays free if sizes are estimated."""
@@ -430,7 +430,7 @@ def check_host(profile: Profile, offload: bool, host_memory: Limit, host_bandwid
         raise CostsError("host_memory= and host_bandwidth= are for plans that may move activations there: add offload=True")
     if host_bandwidth is None:
         return profile
-    rate = parse_size(host_bandwidth, "host_bandwidth")
+    rate = parse_rate(host_bandwidth, "host_bandwidth")
     return replace(profile, host_bandwidth=rate, variants=[replace(variant, host_bandwidth=rate) for variant in profile.variants])
 
 
