@@ -24,6 +24,7 @@ from penstock.planner.problem import Problem
 from penstock.planner.profile import Profile, SliceCost
 from penstock.planner.profile.vocabulary import list_rank_shares, list_row_parts, spread_ends
 from penstock.schedules.registry import algorithms, parse_name
+from penstock.text.checks import check_function
 from penstock.text.options import format_options, split_options
 from penstock.text.units import Units, check_count, has_byte_unit, parse_rate, parse_size
 
@@ -475,6 +476,13 @@ def _check_list(what: str, value: Any) -> list[Any]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ScheduleError(f"{what}: give a list of them, got {value!r}")
     return list(value)
+
+
+def check_callbacks(progress: Any, stop: Any) -> None:
+    """Refuse callbacks of a search that cannot be called."""
+    for name, value, call in (("progress", progress, "progress(done)"), ("stop", stop, "stop()")):
+        if value is not None:
+            check_function(name, value, call)
 
 
 def check_share(name: str, value: Any, below: float = float("inf")) -> float:

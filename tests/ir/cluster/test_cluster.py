@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.errors import CostsError, FileFormatError, PlacementError
 from penstock.ir.cluster import Cluster, Device, Speeds, share_rows
+from penstock.ir.placement import Placement
 
 FAST, SLOW = Device("fast", memory=8), Device("slow", speed=0.5, memory=4)
 
@@ -87,6 +89,26 @@ def test_a_wrong_device_is_refused(fields: dict[str, Any], reason: str) -> None:
 def test_an_inconsistent_cluster_is_refused(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(CostsError, match=reason):
         Cluster(**fields)
+
+
+@pytest.mark.parametrize(
+    ("use", "reason"),
+    [
+        (lambda two: two.assign(1), "devices must be a list of numbers of devices, like \\[1, 0\\], got 1"),
+        (lambda two: two.apply(3, Placement.linear(2)), r"costs must be a penstock\.Costs, got int"),
+        (
+            lambda two: two.apply(ps.Costs(), ps.schedule("1f1b", 2, 2)),
+            r"placement must be a penstock\.Placement, got Schedule: take its .placement",
+        ),
+        (lambda two: two.pair_up(3), r"placement must be a penstock\.Placement, got int$"),
+        (lambda two: two.name_of(2), "device 2: the cluster has devices 0 to 1"),
+        (lambda two: Cluster.from_nodes([3]), r"a list of at least one penstock\.Device, got \[3\]"),
+        (lambda two: Cluster.from_nodes(3), r"a list of at least one penstock\.Device, got 3"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(use: Callable[[Cluster], object], reason: str) -> None:
+    with pytest.raises(CostsError, match=reason):
+        use(Cluster([FAST, SLOW]))
 
 
 def draw_cluster(chance: random.Random, devices: int) -> Cluster:

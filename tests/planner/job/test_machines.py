@@ -44,6 +44,11 @@ def test_latencies_may_have_a_unit():
     assert machines(latency="20us", node_latency="1500 ns") == machines(latency=2e-5, node_latency=1.5e-6)
 
 
+def test_fields_are_a_mapping():
+    with pytest.raises(CostsError, match="machines: the data must be an object, got a whole number"):
+        ps.Machines.from_fields(3)
+
+
 def test_known_kinds_take_further_fields():
     own = ps.Machines.of("H100", gpus=16, memory="40GB")
     assert (own.flops, own.memory, own.nodes) == (989e12, 40e9, 2)

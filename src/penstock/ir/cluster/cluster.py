@@ -395,6 +395,8 @@ class Cluster:
     def assign(self, devices: Sequence[int]) -> Cluster:
         """The cluster as the ranks of a pipeline see it: `devices[k]` is the device that becomes rank k. Some may be left out."""
         known = len(self.devices)
+        if not is_table(devices):
+            raise CostsError(f"devices must be a list of numbers of devices, like [1, 0], got {devices!r}")
         if not devices or any(type(device) is not int or not 0 <= device < known for device in devices) or len(set(devices)) < len(devices):
             raise CostsError(f"devices={list(devices)}: name devices of 0..{known - 1}, each at most once")
         return replace(
@@ -415,6 +417,10 @@ class Cluster:
         >>> Cluster([Device(), Device(speed=0.5)]).apply(Costs(f=1.0), Placement.linear(2)).f
         (1.0, 2.0)
         """
+        from penstock.ir.costs import check_costs
+
+        costs = check_costs(costs)
+        _check_placement(placement)
         self.check_ranks(placement.ranks)
         self.check_copies(placement)
         speeds = [self.devices[rank].speeds for rank in placement.copies[0]]
@@ -466,7 +472,8 @@ class Cluster:
         """Refuse another number of ranks than devices."""
         if ranks != len(self.devices):
             raise CostsError(
-                f"{ranks} ranks on a cluster of {len(self.devices)} devices: take one rank per device, or leave devices out with assign()"
+                f"{ranks} ranks on a cluster of {len(self.devices)} devices: take one rank per device, or leave devices out "
+                "of the file (in Python, with cluster.assign([0, 1, ...]))"
             )
 
     def check_copies(self, placement: Placement) -> None:
@@ -498,6 +505,7 @@ class Cluster:
         >>> Cluster([fast, fast, slow, slow]).pair_up(Placement.bidirectional(4))
         (0, 2, 3, 1)
         """
+        _check_placement(placement)
         device_of = self._match(placement, range(len(self.devices)) if order is None else order)
         return tuple(device_of[rank] for rank in range(placement.ranks)) if len(device_of) == placement.ranks else None
 
@@ -541,6 +549,8 @@ class Cluster:
 
     def name_of(self, device: int) -> str:
         """The name of a device, or its number."""
+        if type(device) is not int or not 0 <= device < len(self.devices):
+            raise CostsError(f"device {device!r}: the cluster has devices 0 to {len(self.devices) - 1}")
         return self.devices[device].name or f"device {device}"
 
     # Links ------------------------------------------------------------------------------------------------------------
@@ -668,6 +678,15 @@ def _check_devices(value: Any) -> tuple[Device, ...]:
     if len(devices) > MOST_DEVICES:
         raise CostsError(f"{len(devices):,} devices: a cluster has at most {MOST_DEVICES:,}, one for each rank of a pipeline")
     return devices
+
+
+def _check_placement(value: Any) -> None:
+    """Refuse anything but a placement."""
+    from penstock.ir.placement import Placement
+
+    if not isinstance(value, Placement):
+        hint = ": take its .placement" if isinstance(getattr(value, "placement", None), Placement) else ""
+        raise CostsError(f"placement must be a penstock.Placement, got {type(value).__name__}{hint}")
 
 
 def _find_mean(value: float | tuple[float, ...]) -> float:
