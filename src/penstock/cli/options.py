@@ -184,7 +184,10 @@ ClusterFile = Annotated[
         "--cluster",
     ),
 ]
-Unit = Annotated[str | None, text_option("The unit of the costs' times: s, ms, us or ns.", "UNIT", "--unit")]
+Unit = Annotated[
+    str | None,
+    text_option("The unit of the costs' times: s, ms, us or ns. Times whose unit is known are converted to it.", "UNIT", "--unit"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 

@@ -52,10 +52,10 @@ def simulate(
 
     check_unit(unit)
     suffix = check_suffix(output, SUFFIXES)
-    timed = TimelineSource.read(source, costs, per, lowering.read_lowering(), read_cluster(cluster))
+    timed = TimelineSource.read(source, costs, per, lowering.read_lowering(), read_cluster(cluster), unit=unit)
     with show_steps(3) as step:
         step("timing")
-        timeline = timed.timeline()
+        timeline = timed.timeline(unit)
         step("drawing")
         if output is not None:
             timeline.save(output, **({} if unit is None or suffix == ".json" else {"unit": unit}))

@@ -193,10 +193,7 @@ class BatchPlanner:
         self.samples = check_count("samples", samples, error=ScheduleError)
         self.tries = None if tries is None else check_count("tries", tries, 0, error=ScheduleError)
         self.lengths = self._read_shares(sequence, quadratic)
-        if schedules is not None and (isinstance(schedules, str) or not isinstance(schedules, Iterable)):
-            hint = f": give [{schedules!r}]" if isinstance(schedules, str) else ""
-            raise ScheduleError(f"schedules must be a list of names, got {schedules!r}{hint}")
-        self.names = None if schedules is None else tuple(map(self._check_name, schedules))
+        self.names = None if schedules is None else tuple(map(self._check_name, _list_names(schedules)))
         self._loops = get_loops()
         self._schedules: dict[int, list[FlatSchedule]] = {}
         self._fallbacks: dict[int, FlatSchedule] = {}
@@ -205,7 +202,7 @@ class BatchPlanner:
         unlimited = BatchCosts.read(replace(self.problem, memory_limit=None))
         self._search(unlimited, 1)  # compiles the loops
 
-    def _read_shares(self, sequence: int, quadratic: float | Sequence[float]) -> tuple[LengthCosts, ...]:
+    def _read_shares(self, sequence: int, quadratic: Any) -> tuple[LengthCosts, ...]:
         """How the time of each stage depends on lengths."""
         stages = self.problem.stages
         shares = (
@@ -355,6 +352,13 @@ class BatchPlanner:
         if microbatches == self.schedule.microbatches:
             return [self.schedule]
         return [] if self.schedule.remake is None else [self.schedule.remake(microbatches)]
+
+
+def _list_names(schedules: Any) -> list[Any]:
+    if isinstance(schedules, str) or not isinstance(schedules, Iterable):
+        hint = f": give [{schedules!r}]" if isinstance(schedules, str) else ""
+        raise ScheduleError(f"schedules must be a list of names, got {schedules!r}{hint}")
+    return list(schedules)
 
 
 def _read_source(source: Any, costs: Costs | None, split: bool) -> tuple[Problem, Schedule]:

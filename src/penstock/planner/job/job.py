@@ -58,7 +58,7 @@ class Job:
         if not isinstance(self.machines, Machines):
             raise CostsError(f"machines must be penstock.Machines, got {type(self.machines).__name__}")
         object.__setattr__(self, "batch", check_count("batch", self.batch, error=ScheduleError))
-        if not isinstance(self.optimizer, str) or self.optimizer not in OPTIMIZERS:
+        if self.optimizer not in list(OPTIMIZERS):
             raise CostsError(f"there is no optimizer {self.optimizer!r}: {nearest(str(self.optimizer), OPTIMIZERS)}")
         object.__setattr__(self, "headroom", check_share("headroom", self.headroom, below=1.0))
         if isinstance(self.model, Profile):

@@ -91,7 +91,8 @@ class Machines:
     @classmethod
     def from_fields(cls, values: Mapping[str, Any]) -> Machines:
         """Build from field values by name; an unknown or missing one is refused."""
-        return cls(**check_record(dict(values) if isinstance(values, Mapping) else values, cls, "machines", error=CostsError))
+        data: Any = values
+        return cls(**check_record(dict(values) if isinstance(data, Mapping) else data, cls, "machines", error=CostsError))
 
     @property
     def nodes(self) -> int:

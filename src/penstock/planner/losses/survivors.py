@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index
+from typing import Any
 
 from penstock.errors import ScheduleError
 from penstock.ir.placement import Placement
@@ -52,9 +53,7 @@ class Survivors:
         """The survivors in the order of a device mesh of `pp` x `dp`."""
         for name, count in (("pipeline", pipeline), ("data", data)):
             check_count(name, count, error=ScheduleError)
-        if isinstance(lost, str) or not isinstance(lost, Iterable):
-            raise ScheduleError(f"lost must be a list of the places of lost ranks, like [(1, 0)], got {lost!r}")
-        gone = {_check_place(place, pipeline, data) for place in lost}
+        gone = {_check_place(place, pipeline, data) for place in _list_places(lost)}
         places = ((rank, replica) for rank in range(pipeline) for replica in range(data))
         return cls(pipeline, data, tuple(place for place in places if place not in gone))
 
@@ -110,6 +109,12 @@ class Survivors:
     def split_number(self, microbatch: int) -> tuple[int, int]:
         """A joint microbatch's number in its replica, and the replica."""
         return divmod(microbatch, self.data)
+
+
+def _list_places(lost: Any) -> list[Any]:
+    if isinstance(lost, str) or not isinstance(lost, Iterable):
+        raise ScheduleError(f"lost must be a list of the places of lost ranks, like [(1, 0)], got {lost!r}")
+    return list(lost)
 
 
 def _check_place(place: Place, pipeline: int, data: int) -> Place:
