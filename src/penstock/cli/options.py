@@ -27,6 +27,14 @@ def read_count(text: str) -> int:
         raise typer.BadParameter(f"{text!r} is not a whole number") from None
 
 
+def read_number(text: str) -> float:
+    """Read an option that is a plain number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number") from None
+
+
 def read_counts(option: str, text: str | None) -> list[int] | None:
     """Read an option with several counts, like 1,2,4."""
     try:
@@ -120,6 +128,11 @@ def check_unit(unit: str | None) -> None:
 def count_option(text: str, *names: str, metavar: str = "N") -> Any:
     """Declare an option that counts something."""
     return typer.Option(*names, metavar=metavar, parser=read_count, help=text)
+
+
+def number_option(text: str, metavar: str, *names: str) -> Any:
+    """Declare an option that is a plain number."""
+    return typer.Option(*names, metavar=metavar, parser=read_number, help=text)
 
 
 def text_option(text: str, metavar: str, *names: str, complete: Callable[[str], list[str]] | None = None) -> Any:

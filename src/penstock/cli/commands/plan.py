@@ -18,6 +18,7 @@ from penstock.cli.options import (
     complete_schedule_list,
     count_option,
     file_option,
+    number_option,
     read_counts,
     read_rate,
     read_size,
@@ -80,7 +81,7 @@ def plan(
     ] = None,
     headroom: Annotated[
         float | None,
-        text_option("The share of each limit to keep free.  [default: 0.05 for estimated profiles, else 0]", "SHARE", "--headroom"),
+        number_option("The share of each limit to keep free.  [default: 0.05 for estimated profiles, else 0]", "SHARE", "--headroom"),
     ] = None,
     schedules: Annotated[
         str | None,
@@ -116,10 +117,10 @@ def plan(
     ] = None,
     seconds: Annotated[
         float | None,
-        text_option("How long to plan; 0 tries only the named schedules, however long that takes.  [default: 7]", "S", "--seconds"),
+        number_option("How long to plan; 0 tries only the named schedules, however long that takes.  [default: 7]", "S", "--seconds"),
     ] = None,
     rounds: Annotated[
-        float | None, text_option("Orders that the search times.  [default: as many as usually fit into --seconds]", "N", "--rounds")
+        float | None, number_option("Orders that the search times.  [default: as many as usually fit into --seconds]", "N", "--rounds")
     ] = None,
     seed: Annotated[int | None, count_option("The random seed of the search and of the jitter.  [default: 0]", "--seed")] = None,
     figure: Annotated[Path | None, file_option("Draw time against memory: .svg, .pdf or .png.", "--figure", stdout=False)] = None,
