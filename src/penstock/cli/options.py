@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -100,6 +100,13 @@ def check_writable(path: Path | None) -> Path | None:
     if not path.parent.is_dir():
         raise UsageError(f"there is no folder {path.parent} to write {path.name} into")
     return path
+
+
+def refuse_overwrite(option: str, path: Path | None, others: Mapping[str, Path | None]) -> None:
+    """Refuse to write a result over a file that another option names, before any work is done."""
+    for name, other in others.items():
+        if path is not None and path != STDOUT and other is not None and path.resolve() == other.resolve():
+            raise UsageError(f"{option} and {name} both name {path}, and one would overwrite the other: give each a file of its own")
 
 
 def file_or_stdout(path: Path | None) -> Path | None:

@@ -145,6 +145,14 @@ def test_times_with_a_unit_are_converted_and_others_get_it(run, tmp_path, monkey
     assert json.loads(run(*named, "--unit", "ms", "--json").out)["results"][1]["relative"] == pytest.approx(1.0)
 
 
+def test_a_result_does_not_replace_what_it_was_made_of(refused, tmp_path):
+    saved = tmp_path / "saved.json"
+    saved.write_text(json.dumps(ps.schedule("gpipe", ranks=2, microbatches=3).to_json()))
+    before = saved.read_text()
+    assert f"--output and NAME|FILE both name {saved}, and one would overwrite the other" in refused(2, "simulate", saved, "-o", saved)
+    assert saved.read_text() == before
+
+
 def test_a_unit_other_than_the_cluster_s_is_refused(run, cluster):
     cluster.write_text('time_unit = "s"\n' + cluster.read_text())
     for command in ("simulate", "compare"):

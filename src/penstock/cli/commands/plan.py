@@ -23,6 +23,7 @@ from penstock.cli.options import (
     read_rate,
     read_size,
     read_time,
+    refuse_overwrite,
     refuse_unitless,
     text_option,
 )
@@ -154,6 +155,7 @@ def plan(
 
     check_suffix(figure, FIGURES)
     check_suffix(output, (".json",))
+    refuse_overwrite("--output", output, {"--profile": profile, "--cluster": cluster})
     limit = _limit(memory_limit)
     if job.gpus is not None:
         _refuse_with_gpus(
@@ -175,8 +177,11 @@ def plan(
                 "--figure": figure is not None,
             }
         )
-        links = {"memory": read_size("--memory-limit", memory_limit), "latency": read_time("--latency", latency)}
-        links["bandwidth"] = read_rate("--bandwidth", bandwidth)
+        links = {
+            "memory": read_size("--memory-limit", memory_limit),
+            "latency": read_time("--latency", latency),
+            "bandwidth": read_rate("--bandwidth", bandwidth),
+        }
         refuse_unitless("--memory-limit", memory_limit)
         choices = {"schedules": _read_names(schedules), "microbatch": read_counts("--microbatch-sizes", microbatch_sizes), **job.choices}
         return _plan_job(job.make_job(_describe_model(profile, transformer), links, headroom), choices, as_json, output)
