@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import CostsError
 from penstock.text.numbers import format_count
-from penstock.text.units import check_number, parse_rate, parse_time
+from penstock.text.units import check_number, has_time_unit, parse_rate, parse_time
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,7 +30,7 @@ def check_latency(name: str, value: Any, unit: str | None = None) -> Latency:
     """Give a latency as a number, or as a table of numbers; also from times like "20us" if the other times have a `unit`."""
 
     def check_time(place: str, time: Any) -> float:
-        return parse_time(time, place, unit)
+        return check_number(place, time) if unit is None and not has_time_unit(time) else parse_time(time, place, unit)
 
     return _check_table(name, value, check_time, 0.0) if is_table(value) else check_time(name, value)
 
