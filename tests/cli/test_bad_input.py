@@ -107,7 +107,7 @@ OPTIONS = [
     ((*PLAN, "-m", 4, "--memory-limit", "1MiB,2MiB"), 2, "2 values for 4 ranks"),
     ((*PLAN, "-m", 4, "--schedules", "zbw"), 2, "there is no schedule 'zbw': did you mean 'zbv'"),
     ((*PLAN, "-m", 4, "--seconds", "nan"), 2, "seconds must be a number"),
-    ((*PLAN, "-m", 4, "--bandwidth", "fast"), 2, "--bandwidth: 'fast' is not a size"),
+    ((*PLAN, "-m", 4, "--bandwidth", "fast"), 2, "--bandwidth: 'fast' is not a bandwidth"),
     ((*PLAN, "-m", 4, "--latency", -1), 2, "latency"),
     ((*PLAN, "-m", 4, "-o", "a.csv"), 2, "the suffix is not one of .json"),
     ((*PLAN, "--batch", 7, "--microbatch-sizes", 2), 2, "a batch of 7 is not a multiple"),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.errors import PassError
+from penstock.errors import CostsError, PassError, ScheduleTypeError
 from penstock.ir.costs import Costs
 from penstock.ir.kind import COMPUTE, JOINS, SPREAD, Kind
 from penstock.ir.schedule import Schedule
@@ -120,6 +120,18 @@ def test_the_pass_prints_and_parses() -> None:
 def test_bad_input_is_refused(passes: str, message: str) -> None:
     with pytest.raises(PassError, match=message):
         PassList.parse(passes).apply(ps.schedule("1f1b", ranks=4, microbatches=6))
+
+
+def test_arguments_of_another_type_are_refused() -> None:
+    schedule = ps.schedule("1f1b", ranks=2, microbatches=2)
+    with pytest.raises(ScheduleTypeError, match="spread_vocabulary takes a Schedule or a Program, got NoneType"):
+        spread_vocabulary(None)  # type: ignore[arg-type]
+    with pytest.raises(PassError, match="takes a schedule, got a lowered program: spread the vocabulary first, then lower"):
+        spread_vocabulary(ps.lower(schedule))  # type: ignore[arg-type]
+    with pytest.raises(CostsError, match=r"costs must be a penstock\.Costs, got Vocabulary"):
+        spread_vocabulary(schedule, Vocabulary())  # type: ignore[arg-type]
+    with pytest.raises(PassError, match=r"vocabulary must be a penstock\.Vocabulary, .* got True"):
+        spread_vocabulary(schedule, vocabulary=True)  # type: ignore[arg-type]
 
 
 def test_one_stage_cannot_be_spread() -> None:

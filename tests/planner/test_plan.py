@@ -289,6 +289,13 @@ def test_a_schedule_that_drops_work_is_refused(plan, tmp_path):
         ({"microbatches": 4, "schedules": ["1f1"]}, UnknownNameError, "did you mean '1f1b'"),
         ({"microbatches": 4, "schedules": []}, ScheduleError, "name at least one"),
         ({"microbatches": 4, "seconds": -1}, ScheduleError, "seconds must be a number of at least 0"),
+        ({"microbatches": 4, "progress": 3}, ScheduleError, r"progress must be a function, which is called as progress\(done\), got 3"),
+        ({"microbatches": 4, "stop": True}, ScheduleError, r"stop must be a function, which is called as stop\(\), got True"),
+        ({"microbatches": 4, "found": []}, ScheduleError, r"found must be a function, which is called as found\(candidate\), got \[\]"),
+        *(
+            ({"microbatches": 4, name: value}, ScheduleError, f"{name} must be True or False, got {value!r}")
+            for name, value in (("vocabulary", "ends"), ("recompute", "no"), ("offload", 0), ("barrier", None), ("split", 1.0))
+        ),
         ({"microbatches": 4, "jitter": 1}, ScheduleError, "jitter must be a number of at least 0 and below 1"),
     ],
 )

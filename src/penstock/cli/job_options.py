@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
-from penstock.cli.options import count_option, read_counts, read_rate, read_time, text_option
+from penstock.cli.options import count_option, number_option, read_counts, read_rate, read_time, text_option
 from penstock.errors import CostsError, UsageError
 from penstock.text.options import read_assignments
 
 if TYPE_CHECKING:
     from penstock.planner.job import Job, Machines
     from penstock.planner.profile import Profile
+
+
+_RATES = {"peak_flops": "flops", "memory_limit": "memory"} | {name: name for name in ("memory_bandwidth", "node_bandwidth", "bandwidth")}
+"""What is known of each kind of GPU: the options that give it for others, and its fields of `Machines`."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class JobOptions:
     gpus_per_node: Annotated[int, count_option("GPUs per node, for --gpus.", "--gpus-per-node")] = 8
     global_batch: Annotated[int | None, count_option("Samples per step of the whole job, for --gpus.", "--global-batch")] = None
     gpu: Annotated[str | None, text_option("The kind of GPU, for its data sheet: a100, h100 or h200.", "KIND", "--gpu")] = None
-    peak_flops: Annotated[float | None, text_option("Peak operations per second of a GPU, like 989e12.", "N", "--peak-flops")] = None
+    peak_flops: Annotated[float | None, number_option("Peak operations per second of a GPU, like 989e12.", "N", "--peak-flops")] = None
     memory_bandwidth: Annotated[str | None, text_option("Bytes per second of a GPU's memory, like 3TB.", "SIZE", "--memory-bandwidth")] = (
         None
     )
@@ -75,6 +79,9 @@ class JobOptions:
         read = {name: read_rate(f"--{name.replace('_', '-')}", text) for name, text in rates.items()}
         options = {**links, **read, "flops": self.peak_flops, "node_latency": read_time("--node-latency", self.node_latency)}
         values |= {name: value for name, value in options.items() if value is not None}
+        missing = [f"--{option.replace('_', '-')}" for option, name in _RATES.items() if name not in values]
+        if self.gpu is None and missing:
+            raise UsageError(f"--gpus needs the rates of a GPU: give its kind with --gpu (a100, h100 or h200), or {', '.join(missing)}")
         parts = (self.shares or "").replace(",", " ").split()
         values |= {f"{name}_share": share for name, share in read_assignments("--shares", parts, '"matmul=0.76 link=0.8"').items()}
         return Machines.from_fields(values) if self.gpu is None else Machines.of(self.gpu, **values)

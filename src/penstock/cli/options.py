@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -12,7 +12,7 @@ import typer
 
 from penstock.errors import CostsError, FileFormatError, UsageError
 from penstock.schedules.registry import CLASS_NAMES, algorithms
-from penstock.text.units import LEAST_BYTES, SECONDS, has_byte_unit, parse_size, parse_time, seconds_per
+from penstock.text.units import LEAST_BYTES, SECONDS, has_byte_unit, has_time_unit, parse_rate, parse_size, parse_time, seconds_per
 
 STDOUT = Path("-")
 TEXT = ("", ".txt", ".md", ".log")
@@ -25,6 +25,14 @@ def read_count(text: str) -> int:
         return int(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+
+def read_number(text: str) -> float:
+    """Read an option that is a plain number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number") from None
 
 
 def read_counts(option: str, text: str | None) -> list[int] | None:
@@ -44,7 +52,10 @@ def refuse_unitless(option: str, text: str | None, what: str = "memory is in byt
 
 def read_rate(option: str, text: str | None, in_bytes: bool = True) -> float | None:
     """Read an option that is a bandwidth, like 50GB; if sizes are in bytes, its unit must be written."""
-    rate = read_size(option, text)
+    try:
+        rate = None if text is None else parse_rate(text, option)
+    except CostsError as error:
+        raise UsageError(str(error)) from None
     if in_bytes:
         refuse_unitless(option, text, "bandwidth is in bytes per second", "GB")
     return rate
@@ -55,14 +66,12 @@ def read_time(option: str, text: str | None, unit: str = "s") -> float | None:
     if text is None:
         return None
     try:
-        value, written = parse_time(text, option)
+        time = parse_time(text, option, unit)
     except CostsError as error:
         raise UsageError(str(error)) from None
-    if written and unit not in SECONDS:
-        raise UsageError(f"{option} {text}: the profile's times have no unit: write a plain number")
-    if not written and unit in SECONDS and value * SECONDS[unit] >= 1.0:
-        raise UsageError(f"{option} {text}: that would be {value:g} {unit}, so write the unit, like {value:g}us")
-    return value * (SECONDS[written] / SECONDS[unit] if written else 1.0)
+    if not has_time_unit(text) and unit in SECONDS and time * SECONDS[unit] >= 1.0:
+        raise UsageError(f"{option} {text}: that would be {time:g} {unit}, so write the unit, like {time:g}us")
+    return time
 
 
 def read_size(option: str, text: str | None) -> float | None:
@@ -93,6 +102,13 @@ def check_writable(path: Path | None) -> Path | None:
     return path
 
 
+def refuse_overwrite(option: str, path: Path | None, others: Mapping[str, Path | None]) -> None:
+    """Refuse to write a result over a file that another option names, before any work is done."""
+    for name, other in others.items():
+        if path is not None and path != STDOUT and other is not None and path.resolve() == other.resolve():
+            raise UsageError(f"{option} and {name} both name {path}, and one would overwrite the other: give each a file of its own")
+
+
 def file_or_stdout(path: Path | None) -> Path | None:
     """Read a path to write to; None is stdout."""
     return None if path == STDOUT else check_writable(path)
@@ -119,6 +135,11 @@ def check_unit(unit: str | None) -> None:
 def count_option(text: str, *names: str, metavar: str = "N") -> Any:
     """Declare an option that counts something."""
     return typer.Option(*names, metavar=metavar, parser=read_count, help=text)
+
+
+def number_option(text: str, metavar: str, *names: str) -> Any:
+    """Declare an option that is a plain number."""
+    return typer.Option(*names, metavar=metavar, parser=read_number, help=text)
 
 
 def text_option(text: str, metavar: str, *names: str, complete: Callable[[str], list[str]] | None = None) -> Any:
@@ -183,7 +204,10 @@ ClusterFile = Annotated[
         "--cluster",
     ),
 ]
-Unit = Annotated[str | None, text_option("The unit of the costs' times: s, ms, us or ns.", "UNIT", "--unit")]
+Unit = Annotated[
+    str | None,
+    text_option("The unit of the costs' times: s, ms, us or ns. Times whose unit is known are converted to it.", "UNIT", "--unit"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 

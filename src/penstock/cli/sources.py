@@ -34,7 +34,7 @@ from penstock.errors import CostsError, FileFormatError, PassError, ScheduleErro
 from penstock.ir.formats.reading import read_json
 from penstock.schedules.registry import algorithm, algorithms, schedule
 from penstock.text.options import read_assignments, split_options
-from penstock.text.units import Units, parse_size
+from penstock.text.units import SECONDS, Units, parse_size, seconds_per
 
 if TYPE_CHECKING:
     from penstock.ir.action import Action
@@ -282,9 +282,23 @@ class TimelineSource:
 
     @classmethod
     def read(
-        cls, source: ScheduleSource, costs: str | None, per: Per, lowering: LoweringOptions | None, cluster: Cluster | None = None
+        cls,
+        source: ScheduleSource,
+        costs: str | None,
+        per: Per,
+        lowering: LoweringOptions | None,
+        cluster: Cluster | None = None,
+        *,
+        unit: str | None = None,
     ) -> TimelineSource:
-        """Read the costs; a schedule by name has as many ranks as the cluster has devices, unless it says otherwise."""
+        """Read the costs; a schedule by name has as many ranks as the cluster has devices, unless it says otherwise.
+
+        `unit` is that of the costs' times, if it is given.
+        """
+        if cluster is not None and unit is not None and cluster.time_unit not in ("", unit):
+            raise UsageError(
+                f"--unit {unit}: the times of --cluster are in {cluster.time_unit}: give --costs in that unit, and leave out --unit"
+            )
         in_bytes = costs is not None and _MEMORY_IN_BYTES.search(costs) is not None
         times = None if costs is None else read_costs(costs)
         if cluster is not None:
@@ -296,8 +310,17 @@ class TimelineSource:
         """Give the timeline in the file if it was measured."""
         return None if self._saved is None or self._saved.source == "simulated" else self._saved
 
-    def timeline(self) -> Timeline:
-        """Give the saved timeline, or simulate one."""
+    def timeline(self, unit: str | None = None) -> Timeline:
+        """Give the saved timeline, or simulate one; in `unit`, or in its own."""
+        timeline = self._time()
+        known = timeline.units.time_unit
+        if unit is None or unit == known:
+            return timeline
+        if known in SECONDS:
+            timeline = timeline.scaled(seconds_per(known) / seconds_per(unit))
+        return timeline.in_units(replace(timeline.units, time_unit=unit))
+
+    def _time(self) -> Timeline:
         saved = self._saved
         if saved is not None and self.costs is None and self.cluster is not None:
             raise UsageError(f"{self.source.source} has the costs of its own devices: give --costs to time it on those of --cluster")

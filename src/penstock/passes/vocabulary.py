@@ -12,12 +12,12 @@ import numpy as np
 
 from penstock.errors import PassError
 from penstock.ir import codes
-from penstock.ir.costs import Costs
+from penstock.ir.costs import Costs, check_costs
 from penstock.ir.kind import COMPUTE, JOINS, SHARES, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Floats, Ints, Rows
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Table
+from penstock.ir.table import Table, check_table
 from penstock.passes.base import Pass
 from penstock.passes.receive import refuse_broken
 from penstock.text.units import check_count
@@ -95,7 +95,12 @@ def spread_vocabulary(schedule: Schedule, costs: Costs | None = None, vocabulary
     >>> print(*spread[1])
     1F0 1BROADCAST0 1S0 1COMBINE0 1F1 1BROADCAST1 1S1 1COMBINE1 1T0 1B0 1B1 1T1
     """
-    options, times = Vocabulary() if vocabulary is None else vocabulary, _TYPICAL if costs is None else costs
+    check_table(schedule, "spread_vocabulary")
+    if not isinstance(schedule, Schedule):
+        raise PassError("spread_vocabulary takes a schedule, got a lowered program: spread the vocabulary first, then lower")
+    if vocabulary is not None and not isinstance(vocabulary, Vocabulary):
+        raise PassError(f"vocabulary must be a penstock.Vocabulary, like Vocabulary(embedding=False), got {vocabulary!r}")
+    options, times = Vocabulary() if vocabulary is None else vocabulary, _TYPICAL if costs is None else check_costs(costs)
     remake = schedule.remake
     shape = schedule.placement, schedule.microbatches
     rows = options.place(schedule, times)

@@ -34,6 +34,7 @@ from penstock.planner.request import (
     Progress,
     Request,
     check_batch,
+    check_callbacks,
     check_host,
     check_limits,
     check_names,
@@ -46,6 +47,7 @@ from penstock.planner.request import (
 )
 from penstock.simulator.simulate import simulate, simulate_many
 from penstock.simulator.timeline import Timeline
+from penstock.text.checks import check_flag, check_function
 from penstock.text.numbers import format_count
 from penstock.text.units import Units, check_count
 from penstock.verifier.proof import Proof
@@ -337,6 +339,11 @@ def plan(
     """
     if not isinstance(profile, Profile):
         raise CostsError(f"a plan needs a penstock.Profile, got {type(profile).__name__}")
+    for name, flag in (("recompute", recompute), ("offload", offload), ("barrier", barrier), ("split", split), ("vocabulary", vocabulary)):
+        check_flag(name, flag)
+    check_callbacks(progress, stop)
+    if found is not None:
+        check_function("found", found, "found(candidate)")
     if profile.shares:
         raise CostsError("a plan chooses itself whether the vocabulary is spread: give the whole profile, and vocabulary=True")
     if vocabulary and len(profile) < 3:

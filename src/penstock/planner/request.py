@@ -24,8 +24,9 @@ from penstock.planner.problem import Problem
 from penstock.planner.profile import Profile, SliceCost
 from penstock.planner.profile.vocabulary import list_rank_shares, list_row_parts, spread_ends
 from penstock.schedules.registry import algorithms, parse_name
+from penstock.text.checks import check_function
 from penstock.text.options import format_options, split_options
-from penstock.text.units import Units, check_count, has_byte_unit, parse_size
+from penstock.text.units import Units, check_count, has_byte_unit, parse_rate, parse_size
 
 HEADROOM = 0.05
 """The share of a memory limit that stays free if sizes are estimated."""
@@ -430,7 +431,7 @@ def check_host(profile: Profile, offload: bool, host_memory: Limit, host_bandwid
         raise CostsError("host_memory= and host_bandwidth= are for plans that may move activations there: add offload=True")
     if host_bandwidth is None:
         return profile
-    rate = parse_size(host_bandwidth, "host_bandwidth")
+    rate = parse_rate(host_bandwidth, "host_bandwidth")
     return replace(profile, host_bandwidth=rate, variants=[replace(variant, host_bandwidth=rate) for variant in profile.variants])
 
 
@@ -475,6 +476,13 @@ def _check_list(what: str, value: Any) -> list[Any]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ScheduleError(f"{what}: give a list of them, got {value!r}")
     return list(value)
+
+
+def check_callbacks(progress: Any, stop: Any) -> None:
+    """Refuse callbacks of a search that cannot be called."""
+    for name, value, call in (("progress", progress, "progress(done)"), ("stop", stop, "stop()")):
+        if value is not None:
+            check_function(name, value, call)
 
 
 def check_share(name: str, value: Any, below: float = float("inf")) -> float:

@@ -78,6 +78,7 @@ from penstock.runtime.transport.processes import Processes
 from penstock.runtime.transport.recovery import Recovery, find_recovery
 from penstock.runtime.weights.source import Weights, give_weights
 from penstock.simulator.timeline import Timeline
+from penstock.text.checks import check_function
 
 logger = logging.getLogger(__name__)
 
@@ -1107,6 +1108,11 @@ class DataOptions:
     shard_pass: Shard
     accumulate_dtype: torch.dtype | None
 
+    def __post_init__(self) -> None:
+        dtype: Any = self.accumulate_dtype
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ScheduleError(f"accumulate_dtype must be a torch.dtype, like torch.float32, got {dtype!r}")
+
     def refuse_spread(self, model: ModelOptions, mesh: PipelineMesh | None, *, graphs: bool) -> None:
         """Refuse options that do not go with a vocabulary that is spread over the ranks, in one sentence each."""
         reasons = {
@@ -1126,6 +1132,10 @@ class LossOptions:
     fn: Callable[..., Any] | None
     reduction: str
     weight: Callable[[Any], Any] | None
+
+    def __post_init__(self) -> None:
+        if self.weight is not None:
+            check_function("weight", self.weight, "weight(target)")
 
 
 @dataclass(frozen=True)
@@ -1171,5 +1181,8 @@ class ExecutionOptions:
     offload: OffloadChoice
 
     def __post_init__(self) -> None:
+        seed: Any = self.seed
+        if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__")):
+            raise ScheduleError(f"seed must be a whole number, got {seed!r}")
         if self.accumulate not in ("autograd", "fused"):
             raise ScheduleError(f"accumulate must be 'autograd' or 'fused', got {self.accumulate!r}")

@@ -1,4 +1,4 @@
-"""Units of time and size: how sizes are read, and how times and sizes are written."""
+"""Units of time and size: how times, sizes and bandwidths are read and written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEAST_BYTES = 2**16
 _SHOWN, _LARGE = 100, 10**100
 """Characters of a wrong value that an error shows, and whole numbers that it does not show at all."""
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_TIME = re.compile(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
+_TIME = re.compile(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE]([-+]?[0-9]{1,4}))?\s*([A-Za-z]*)\s*")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*")
 
 
@@ -43,16 +43,43 @@ def parse_size(value: float | str, name: str | None = None) -> float:
         raise (error if name is None else CostsError(f"{name}: {error}")) from None
 
 
-def parse_time(text: str, name: str) -> tuple[float, str]:
-    """Read a time: a number and its unit, which is empty if none is written.
+def parse_time(value: float | str, name: str, unit: str | None = "s") -> float:
+    """Read a time in `unit`: a number as it is, or text with a unit of its own, such as "5us". `name` says in the error what it is for.
 
-    >>> parse_time("5us", "latency"), parse_time("0.1", "latency")
-    ((5.0, 'us'), (0.1, ''))
+    Text with a unit is refused if the other times have none: `unit` is then empty if they may have one (`time_unit`), and None if not.
+
+    >>> parse_time("5us", "latency"), parse_time("5us", "latency", "ms"), parse_time(0.1, "latency", "ms")
+    (5e-06, 0.005, 0.1)
     """
-    match = _TIME.fullmatch(text)
-    if match is None or match[2] not in {"", *SECONDS}:
-        raise CostsError(f"{name}: {text!r} is not a time: write a number and one of {', '.join(SECONDS)}, like 5us")
-    return float(match[1]), match[2]
+    if not isinstance(value, str):
+        return check_number(name, value)
+    match = _TIME.fullmatch(value)
+    if match is None or match[3] not in {"", *SECONDS}:
+        raise CostsError(f"{name}: {shorten(value)} is not a time: write a number and one of {', '.join(SECONDS)}, like 5us")
+    if not match[3]:
+        return check_number(name, float(value))
+    if unit is None or unit not in SECONDS:
+        hint = "" if unit is None else ", or give the unit of all times as time_unit"
+        raise CostsError(f"{name}: {value!r} has a unit, but the other times have none: write a plain number{hint}")
+    steps = round(math.log10(SECONDS[match[3]] / SECONDS[unit]))
+    return check_number(name, float(f"{match[1]}e{int(match[2] or 0) + steps}"))  # rounded once: "20us" is exactly 2e-5 seconds
+
+
+def parse_rate(value: float | str, name: str) -> float:
+    """Read a bandwidth per unit of time: a number as it is, or text such as "12.5GB" in bytes. `name` says in the error what it is for.
+
+    >>> parse_rate("12.5GB", "bandwidth")
+    12500000000.0
+    """
+    if not isinstance(value, str):
+        return check_number(name, value)
+    try:
+        return parse_size(value)
+    except CostsError:
+        raise CostsError(
+            f"{name}: {shorten(value)} is not a bandwidth: write how many bytes pass per unit of time, as a size like 12.5GB (100 Gbit are "
+            "12.5GB)"
+        ) from None
 
 
 def shorten(value: Any) -> str:
@@ -85,6 +112,11 @@ def check_count(name: str, value: Any, least: int = 1, most: int | None = None, 
 def has_byte_unit(size: object) -> bool:
     """Whether a size is written in bytes, like "40GiB"."""
     return isinstance(size, str) and size.rstrip().endswith("B")
+
+
+def has_time_unit(time: object) -> bool:
+    """Whether a time is written with its unit, like "5us"."""
+    return isinstance(time, str) and time.rstrip().endswith(tuple(SECONDS))
 
 
 def _parse_text(text: str) -> float:

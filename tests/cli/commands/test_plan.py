@@ -123,6 +123,13 @@ def test_a_cluster_is_read_from_a_file(run, profile, tmp_path):
     assert "--transformer: leave out latency and bandwidth, because --cluster has the links" in refused.err
 
 
+def test_a_plan_does_not_replace_its_profile(refused, profile):
+    before = profile.read_text()
+    said = refused(2, "plan", "--profile", profile, "-p", 2, "-m", 2, "-o", profile.parent / "." / profile.name)
+    assert f"--output and --profile both name {profile}, and one would overwrite the other" in said
+    assert profile.read_text() == before
+
+
 def test_a_vocabulary_on_a_cluster(run, tmp_path):
     (tmp_path / "cluster.toml").write_text(CLUSTER.partition("\n\n")[2])  # links that take no time
     sizes = {"layers": 8, "hidden": 64, "heads": 4, "sequence": 32, "vocabulary": 4000}
@@ -159,7 +166,7 @@ def test_a_model_that_does_not_fit_is_a_finding(refused, profile, tmp_path):
         (("-p", 2, "--transformer", TINY), "give one of the two: --microbatches, or --batch"),
         (("-p", 2, "-m", 4, "--transformer", TINY, "--memory-limit", "40Gib"), "--memory-limit: '40Gib' is not a size"),
         (("-p", 2, "-m", 4, "--transformer", TINY, "--memory-limit", "4MiB,5MiB,6MiB"), "3 values for 2 ranks"),
-        (("-p", 2, "-m", 4, "--transformer", TINY, "--bandwidth", "fast"), "--bandwidth: 'fast' is not a size"),
+        (("-p", 2, "-m", 4, "--transformer", TINY, "--bandwidth", "fast"), "--bandwidth: 'fast' is not a bandwidth"),
         (("-p", 2, "-m", 4, "--transformer", TINY, "--latency", -1), "--latency"),
         (("-p", 2, "-m", 4, "--transformer", TINY, "--schedules", "zvb"), "did you mean 'zbv'"),
         (("-p", 2, "--batch", 4, "--transformer", TINY, "--microbatch-sizes", "one"), "'one' is not a list of whole numbers"),
@@ -223,7 +230,7 @@ def test_a_time_without_a_unit_is_for_profiles_without_one(run, refused, tmp_pat
     (tmp_path / "p.json").write_text('{"layers": [{"f": 1, "i": 1, "w": 1}, {"f": 1, "i": 1, "w": 1}]}')
     args = ("plan", "--profile", tmp_path / "p.json", "-p", 2, "-m", 2, "--seconds", 0, "--latency")
     assert run(*args, 5).code == 0
-    assert "the profile's times have no unit: write a plain number" in refused(2, *args, "5us")
+    assert "'5us' has a unit, but the other times have none: write a plain number" in refused(2, *args, "5us")
 
 
 # Ctrl-C ---------------------------------------------------------------------------------------------------------------

@@ -134,6 +134,39 @@ def test_a_saved_timeline_is_shown_unchanged_or_timed_again_under_costs(run, tmp
     assert anew["makespan"] == ps.simulate(ps.schedule("zbv", ranks=4, microbatches=8), ps.Costs(f=3)).makespan
 
 
+def test_times_with_a_unit_are_converted_and_others_get_it(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    layers = [ps.Layer(f=0.001, i=0.001, w=0.001)] * 2
+    plan = ps.plan(ps.Profile(layers, time_unit="s"), ranks=2, microbatches=3, schedules=["gpipe"], seconds=0)
+    plan.save("plan.json")
+    assert plan.predicted.makespan == pytest.approx(0.012)
+    for unit, makespan in ((), 0.012), (("--unit", "s"), 0.012), (("--unit", "ms"), 12.0), (("--unit", "us"), 12000.0):
+        result = run("simulate", "plan.json", *unit)
+        assert "12 ms" in result.out.splitlines()[1], result.out
+        assert json.loads(run("simulate", "plan.json", *unit, "--json").out)["makespan"] == pytest.approx(makespan)
+    run("simulate", "plan.json", "--unit", "us", "-o", "us.json")
+    assert "12 ms" in run("simulate", "us.json").out.splitlines()[1]
+    named = ("compare", "plan.json", "gpipe", "-p", 2, "-m", 3)  # the costs of the name are 1 each: in ms, as long as those of the plan
+    assert json.loads(run(*named, "--unit", "ms", "--json").out)["results"][1]["relative"] == pytest.approx(1.0)
+
+
+def test_a_result_does_not_replace_what_it_was_made_of(refused, tmp_path):
+    saved = tmp_path / "saved.json"
+    saved.write_text(json.dumps(ps.schedule("gpipe", ranks=2, microbatches=3).to_json()))
+    before = saved.read_text()
+    assert f"--output and NAME|FILE both name {saved}, and one would overwrite the other" in refused(2, "simulate", saved, "-o", saved)
+    assert saved.read_text() == before
+
+
+def test_a_unit_other_than_the_cluster_s_is_refused(run, cluster):
+    cluster.write_text('time_unit = "s"\n' + cluster.read_text())
+    for command in ("simulate", "compare"):
+        result = run(command, "gpipe", "-m", 3, "--cluster", cluster, "--unit", "ms")
+        assert (result.code, result.out) == (2, "")
+        assert "--unit ms: the times of --cluster are in s: give --costs in that unit, and leave out --unit" in result.err
+    assert run("simulate", "gpipe", "-m", 3, "--cluster", cluster, "--unit", "s").code == 0
+
+
 @pytest.mark.parametrize("suffix", ["svg", "png", "html", "json", "trace.json"])
 def test_output_files_in_addition_to_stdout(run, tmp_path, suffix):
     path = tmp_path / f"out.{suffix}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.errors import CostsError, FileFormatError, PlacementError
 from penstock.ir.cluster import Cluster, Device, Speeds, share_rows
+from penstock.ir.placement import Placement
 
 FAST, SLOW = Device("fast", memory=8), Device("slow", speed=0.5, memory=4)
 
@@ -68,7 +70,10 @@ def test_a_wrong_device_is_refused(fields: dict[str, Any], reason: str) -> None:
         ({"devices": []}, r"a list of at least one penstock.Device, got \[\]"),
         ({"devices": [1]}, r"a list of at least one penstock.Device, got \[1\]"),
         ({"devices": [FAST] * 4097}, r"4,097 devices: a cluster has at most 4,096"),
-        ({"devices": [FAST, SLOW], "latency": "2us"}, r"latency must be a number in the unit of the other times, .* got '2us'"),
+        ({"devices": [FAST, SLOW], "latency": "2us"}, r"latency: '2us' has a unit, but the other times have none: .* as time_unit"),
+        ({"devices": [FAST, SLOW], "latency": "2GB", "time_unit": "s"}, r"latency: '2GB' is not a time: write a number and one of s, ms"),
+        ({"devices": [FAST, SLOW], "latency": [[0, "-1us"], [0, 0]], "time_unit": "s"}, r"latency\[0\]\[1\]: '-1us' is not a time"),
+        ({"devices": [FAST, SLOW], "size_unit": []}, r"size_unit must be B for bytes, or left out, got \[\]"),
         ({"devices": [FAST, SLOW], "latency": [[0, float("nan")], [0, 0]]}, r"latency\[0\]\[1\] must be a finite number"),
         ({"devices": [FAST, SLOW], "bandwidth": "12.5GB/s"}, r"'12.5GB/s' is not a bandwidth: write how many bytes pass per unit of time"),
         ({"devices": [FAST, SLOW], "latency": [[0] * 3] * 3}, r"latency is a table for 3 devices, but the cluster has 2"),
@@ -84,6 +89,26 @@ def test_a_wrong_device_is_refused(fields: dict[str, Any], reason: str) -> None:
 def test_an_inconsistent_cluster_is_refused(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(CostsError, match=reason):
         Cluster(**fields)
+
+
+@pytest.mark.parametrize(
+    ("use", "reason"),
+    [
+        (lambda two: two.assign(1), "devices must be a list of numbers of devices, like \\[1, 0\\], got 1"),
+        (lambda two: two.apply(3, Placement.linear(2)), r"costs must be a penstock\.Costs, got int"),
+        (
+            lambda two: two.apply(ps.Costs(), ps.schedule("1f1b", 2, 2)),
+            r"placement must be a penstock\.Placement, got Schedule: take its .placement",
+        ),
+        (lambda two: two.apply(ps.Costs(), ps.Placement.bidirectional(2), 0), "microbatches must be a whole number of at least 1, got 0"),
+        (lambda two: two.name_of(2), "device 2: the cluster has devices 0 to 1"),
+        (lambda two: Cluster.from_nodes([3]), r"a list of at least one penstock\.Device, got \[3\]"),
+        (lambda two: Cluster.from_nodes(3), r"a list of at least one penstock\.Device, got 3"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(use: Callable[[Cluster], object], reason: str) -> None:
+    with pytest.raises(CostsError, match=reason):
+        use(Cluster([FAST, SLOW]))
 
 
 def draw_cluster(chance: random.Random, devices: int) -> Cluster:
@@ -151,6 +176,15 @@ def test_devices_of_a_group_can_change_places(seed: int) -> None:
         assert (group_of[one] == group_of[other]) == (same or named.assign(order) == named)
 
 
+def test_times_with_a_unit_of_their_own_are_those_of_plain_numbers() -> None:
+    devices = [Device(node="a"), Device(node="a"), Device(node="b")]
+    assert Cluster.from_nodes(devices, latency="20us", node_latency="5us", time_unit="s") == Cluster.from_nodes(
+        devices, latency=2e-5, node_latency=5e-6, time_unit="s"
+    )
+    table = [[0, "20us", 1.5], ["1ms", 0, "2.5e3ns"], ["0", "0s", 0]]
+    assert Cluster(devices, latency=table, time_unit="us").latency == ((0.0, 20.0, 1.5), (1000.0, 0.0, 2.5), (0.0, 0.0, 0.0))
+
+
 def test_nodes_share_a_network_card_and_have_links_of_their_own() -> None:
     devices = [Device(node="a"), Device(node="a"), Device(node="b"), Device(node="b"), Device()]
     cluster = Cluster.from_nodes(devices, latency=2, bandwidth="1KB", node_latency=0.5, node_bandwidth=None)
@@ -176,7 +210,7 @@ def test_nodes_share_a_network_card_and_have_links_of_their_own() -> None:
         ({"card": "rank"}, "card must be one of node, device, got 'rank'"),
         ({"node_bandwidth": 0}, "node_bandwidth must be more than 0, got 0"),
         ({"node_latency": -1}, "node_latency must be a finite number of at least 0, got -1"),
-        ({"node_latency": "5us"}, "node_latency must be a number"),
+        ({"node_latency": "5us"}, "node_latency: '5us' has a unit, but the other times have none"),
     ):
         with pytest.raises(CostsError, match=reason):
             Cluster.from_nodes(devices, **wrong)  # type: ignore[arg-type]
@@ -409,10 +443,10 @@ def test_rows_that_fit_nowhere_are_shared_out_nowhere() -> None:
     [
         ('size_unit = "B"\n[[devices]]\nmemory = 40', r"memory=40 is that many bytes, because size_unit is B: write the unit, like 40GB"),
         ('bandwidth = 12.5\ntime_unit = "s"\nsize_unit = "B"\n[[devices]]', r"bandwidth=12.5 is that many bytes per s, .* like 12.5GB"),
-        ('latency = 20\ntime_unit = "s"\n[[devices]]', r"latency=20 is in s, the time_unit: 20 us are 2e-05"),
+        ('latency = 20\ntime_unit = "s"\n[[devices]]', r"latency=20 is in s, the time_unit, and a second or more: write the unit"),
         (
             'latency = [[0, 5], [2e6, 0]]\ntime_unit = "us"\n[[devices]]\n[[devices]]',
-            r"latency=2e\+06 is in us, the time_unit: 20 us are 20",
+            r"latency=2e\+06 is in us, the time_unit, and a second or more",
         ),
     ],
 )

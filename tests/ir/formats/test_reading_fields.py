@@ -56,6 +56,7 @@ def test_the_fields_of_a_dataclass():
         ({"ranks": 1, "index": 2}, "^a record: there is no field 'index'"),
         ({"ranks": 1, "sizes": 2}, "^a record: 'sizes' must be a list, got a whole number"),
         (None, "^a record: the data must be an object, got null"),
+        ({"format": "penstock", "version": 1, "type": "plan", "ranks": 1}, "^not a record: it is a saved plan$"),
     ]:
         with pytest.raises(UsageError, match=message):
             check(data)

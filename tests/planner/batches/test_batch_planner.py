@@ -283,6 +283,8 @@ def test_an_error_of_a_batch_comes_with_that_batch() -> None:
     ("options", "message"),
     [
         ({"quadratic": [0.1, 0.2]}, "quadratic has 2 values for 4 stages"),
+        ({"quadratic": "20%"}, "quadratic must be a number, got '20%'"),
+        ({"schedules": 3}, "schedules must be a list of names, got 3$"),
         ({"samples": 0}, "samples must be a whole number of at least 1"),
         ({"tries": -1}, "tries must be a whole number of at least 0"),
         ({"memory_limit": [1.0, 2.0]}, "memory_limit has 2 values for 4 ranks"),
@@ -318,8 +320,16 @@ def test_arguments_that_are_refused() -> None:
         plan.order_by_costs({"f": 1.0}, 8)
     with pytest.raises(CostsError, match="f of the longest microbatch is more than a number can be"):
         BatchPlanner(schedule, ps.Costs(f=1e300), sequence=1, quadratic=1.0, schedules=()).order([1 << 39] * 8)
-    with pytest.raises(CostsError, match="lengths of ahead must be a function of a batch, got 5"):
-        next(plan.ahead([[5] * 8], 5))
+    for arguments, message in (
+        (([[5] * 8], 5), r"lengths must be a function, which is called as lengths\(batch\), got 5"),
+        (([[5] * 8], None), r"lengths must be a function, .* got None"),
+        (([[5] * 8], len, 5), r"skips must be a function, which is called as skips\(batch\), got 5"),
+        ((None, len), "batches must be something to iterate over, such as a list or a data loader, got NoneType"),
+    ):
+        with pytest.raises(CostsError, match=message):
+            plan.ahead(*arguments)  # at once, not when the first batch is asked for
+    with pytest.raises(ScheduleError, match="split must be True or False, got 'no'"):
+        planner(4, 8, split="no")
     with pytest.raises(ScheduleError, match=r"schedules must be a list of names, got '1f1b': give \['1f1b'\]"):
         planner(4, 8, schedules="1f1b")
     with pytest.raises(ScheduleError, match="schedules must be a list of names, with 5 in it"):

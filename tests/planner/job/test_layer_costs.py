@@ -37,17 +37,17 @@ def test_tensor_and_context_ranks_share_work_and_activations():
 
 
 def test_tensor_collectives_are_four_per_direction():
-    job = small_job(node_latency=1.0, memory_bandwidth=1e30, node_bandwidth=1e30, bandwidth=1e30)
+    job = small_job(node_latency=0.5, memory_bandwidth=1e30, node_bandwidth=1e30, bandwidth=1e30)
     one, two = (LayerCosts(job, ps.Configuration(tensor=degree)).block for degree in (1, 2))
-    assert two.f - one.f / 2 == pytest.approx(4.0)
-    assert two.i - one.i / 2 == pytest.approx(4.0)
+    assert two.f - one.f / 2 == pytest.approx(4 * 0.5)
+    assert two.i - one.i / 2 == pytest.approx(4 * 0.5)
     assert two.w == pytest.approx(one.w / 2)
 
 
 def test_context_collectives_are_one_forward_and_two_back():
-    job = small_job(node_latency=1.0, memory_bandwidth=1e30, node_bandwidth=1e30, bandwidth=1e30)
+    job = small_job(node_latency=0.5, memory_bandwidth=1e30, node_bandwidth=1e30, bandwidth=1e30)
     one, two = (LayerCosts(job, ps.Configuration(context=degree)).block for degree in (1, 2))
-    assert (two.f - one.f / 2, two.i - one.i / 2) == (pytest.approx(1.0), pytest.approx(2.0))
+    assert (two.f - one.f / 2, two.i - one.i / 2) == (pytest.approx(0.5), pytest.approx(2 * 0.5))
 
 
 def test_sharding_divides_state_then_gradients_then_parameters():
@@ -103,9 +103,9 @@ def test_the_shares_of_all_ranks_are_the_ends_of_the_model(vocabulary, gathers):
 
 
 def test_s_gathers_sharded_rows_once():
-    job = small_job(node_latency=1.0, memory_bandwidth=1e30, node_bandwidth=1e30, bandwidth=1e30)
+    job = small_job(node_latency=0.5, memory_bandwidth=1e30, node_bandwidth=1e30, bandwidth=1e30)
     embedding, head = LayerCosts(job, ps.Configuration(pipeline=2, data=2, sharding=3, vocabulary="spread")).shares
-    assert (embedding.f + embedding.i, head.f + head.i) == (pytest.approx(1.0), pytest.approx(1.0))
+    assert (embedding.f + embedding.i, head.f + head.i) == (pytest.approx(0.5), pytest.approx(0.5))
 
 
 def test_muon_holds_less_and_takes_longer_than_adam():

@@ -28,7 +28,7 @@ def test_one_rank_gathers_nothing():
 
 
 def test_latency_and_shares_count():
-    assert machines(latency=1.0, link_share=0.5).gather_time(2e9, 2, stride=8) == pytest.approx(1.0 + 1e9 / 5e9)
+    assert machines(latency=0.5, link_share=0.5).gather_time(2e9, 2, stride=8) == pytest.approx(0.5 + 1e9 / 5e9)
     assert machines(matmul_share=0.5).matmul_time(1e12) == pytest.approx(2.0)
     assert machines(memory_share=0.5).memory_time(1e9) == pytest.approx(2.0)
     assert machines(attention_share=0.25).attention_time(1e12) == pytest.approx(4.0)
@@ -38,6 +38,15 @@ def test_a_row_of_gpus_that_leaves_the_node_has_the_slower_link():
     assert machines().link(stride=1, ranks=8) == (0.0, 100e9)
     assert machines().link(stride=1, ranks=16) == (0.0, 10e9)
     assert machines().link(stride=8, ranks=2) == (0.0, 10e9)
+
+
+def test_latencies_may_have_a_unit():
+    assert machines(latency="20us", node_latency="1500 ns") == machines(latency=2e-5, node_latency=1.5e-6)
+
+
+def test_fields_are_a_mapping():
+    with pytest.raises(CostsError, match="machines: the data must be an object, got a whole number"):
+        ps.Machines.from_fields(3)
 
 
 def test_known_kinds_take_further_fields():
@@ -54,7 +63,13 @@ def test_known_kinds_take_further_fields():
         ({"gpus": 0}, "gpus must be a whole number of at least 1, got 0"),
         ({"gpus": 12}, "gpus=12 do not fill whole nodes of gpus_per_node=8"),
         ({"link_share": 1.5}, "link_share must be a number above 0 and at most 1, got 1.5"),
-        ({"latency": -1}, "latency"),
+        ({"latency": -1}, "latency must be a finite number of at least 0, got -1"),
+        ({"latency": "5KB"}, "latency: '5KB' is not a time: write a number and one of s, ms, us, ns"),
+        ({"node_latency": 5}, "node_latency=5 is that many seconds: write the unit, like 5us"),
+        ({"memory": 80}, "memory=80 is that many bytes: write the unit, like 80GB"),
+        ({"bandwidth": 25}, "bandwidth=25 is that many bytes per second: write the unit, like 25GB"),
+        ({"bandwidth": "200Gbit"}, "bandwidth: '200Gbit' is not a bandwidth: write how many bytes pass"),
+        ({"flops": "312TB"}, "flops must be a number, got '312TB'"),
     ],
 )
 def test_impossible_machines_are_refused(values, message):

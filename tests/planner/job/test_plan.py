@@ -165,6 +165,9 @@ def test_recompute_takes_longer_and_holds_less():
         ({"schedules": "2f2b"}, "there is no schedule '2f2b'"),
         ({"schedules": "searched"}, "jobs are planned with named schedules"),
         ({"pipeline": 8}, "pipeline=8 does not divide gpus=4"),
+        ({"recompute": "no"}, "recompute must be True or False, got 'no'"),
+        ({"progress": 3}, "progress must be a function, which is called as progress"),
+        ({"stop": 3}, "stop must be a function, which is called as stop"),
     ],
 )
 def test_wrong_options_are_refused(options, message):
@@ -210,5 +213,10 @@ def test_an_unknown_schedule_of_a_prediction_is_refused():
         ps.plan_job({})
     with pytest.raises(PenstockError, match=r"a penstock.Configuration, got dict"):
         ps.predict_job(small_job(), {"pipeline": 4})
+    for schedule in (3, None, ["1f1b", "zbv"]):
+        with pytest.raises(PenstockError, match="schedule must be the name of a schedule, like '1f1b', got"):
+            ps.predict_job(small_job(), ps.Configuration(pipeline=4), schedule=schedule)
+    with pytest.raises(PenstockError, match=r"recompute must be True or False, got \[True\]"):
+        ps.predict_job(small_job(), ps.Configuration(pipeline=4), recompute=[True])
     with pytest.raises(PenstockError, match="jobs are planned with named schedules"):
         ps.predict_job(small_job(), ps.Configuration(pipeline=4), schedule="searched")

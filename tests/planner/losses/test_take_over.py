@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.errors import PlanError, ScheduleError
+from penstock.errors import CostsError, PlanError, ScheduleError
 from penstock.ir.kind import COMPUTE, Kind
 from penstock.ir.program import Program
 from penstock.passes.vocabulary import Vocabulary
@@ -183,10 +183,20 @@ def test_survivors_keep_the_order_of_their_mesh() -> None:
     ("make", "said"),
     [
         (lambda: ps.Survivors.after(2, 2, [(1, 0), (1, 1)]), "all 2 replicas of pipeline rank 1 are lost, so no rank holds its stages"),
-        (lambda: ps.Survivors.after(2, 1, [(0, 0)]), "all 1 replicas of pipeline rank 0 are lost"),
+        (lambda: ps.Survivors.after(2, 1, [(0, 0)]), "the only replica of pipeline rank 0 is lost"),
         (lambda: ps.Survivors.after(2, 2, [(2, 0)]), "place (2, 0) in a mesh of 2 pipeline ranks x 2 replicas: ranks run from 0 to 1"),
         (lambda: ps.Survivors.after(2, 2, [3]), "3 is no place of a mesh"),  # type: ignore[list-item]
-        (lambda: ps.Survivors.after(0, 2, []), "a mesh of 0 pipeline ranks x 2 replicas"),
+        (lambda: ps.Survivors.after(2, 2, [(1, 0, 1)]), "(1, 0, 1) is no place of a mesh"),  # type: ignore[list-item]
+        (lambda: ps.Survivors.after(2, 2, 3), "lost must be a list of the places of lost ranks, like [(1, 0)], got 3"),  # type: ignore[arg-type]
+        (lambda: ps.Survivors.after(0, 2, []), "pipeline must be a whole number of at least 1, got 0"),
+        (lambda: ps.Survivors.after(2, "2", []), "data must be a whole number of at least 1, got '2'"),  # type: ignore[arg-type]
+        (lambda: ps.Survivors(2, 0, ()), "data must be a whole number of at least 1, got 0"),
+        (lambda: ps.take_over(None, ps.Survivors.after(2, 2, [])), "take_over takes a Schedule or a Program, got NoneType"),  # type: ignore[arg-type]
+        (lambda: ps.take_over(ps.schedule("1f1b", 2, 4), [(1, 1)]), "survivors must be penstock.Survivors, like"),  # type: ignore[arg-type]
+        (
+            lambda: ps.take_over(ps.schedule("1f1b", 2, 4), ps.Survivors.after(2, 2, []), split="no"),  # type: ignore[arg-type]
+            "split must be True or False, got 'no'",
+        ),
         (lambda: ps.Survivors(1, 2, ((0, 0), (0, 0))), "have one twice"),
         (
             lambda: ps.take_over(ps.schedule("1f1b", 4, 8), ps.Survivors.after(2, 2, [(1, 1)])),
@@ -205,3 +215,8 @@ def test_survivors_keep_the_order_of_their_mesh() -> None:
 def test_meshes_and_schedules_that_cannot_go_on_are_refused(make: object, said: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(said)):
         make()  # type: ignore[operator]
+
+
+def test_costs_of_another_type_are_refused() -> None:
+    with pytest.raises(CostsError, match=r"costs must be a penstock\.Costs, got int"):
+        ps.take_over(ps.schedule("1f1b", 2, 4), ps.Survivors.after(2, 2, [(1, 1)]), costs=3)  # type: ignore[arg-type]

@@ -62,6 +62,19 @@ def test_sizes_may_be_text():
     assert ps.Profile([layer], input="1KB", bandwidth="1GB").bandwidth == 1e9
 
 
+def test_latencies_may_have_a_unit():
+    layers = [ps.Layer(f=1, i=1, w=1)]
+    profile = ps.Profile(layers, time_unit="ms", latency="20us", host_latency="1s", bandwidth="12.5GB")
+    assert (profile.latency, profile.host_latency, profile.bandwidth) == (0.02, 1000.0, 12.5e9)
+    for wrong, reason in (
+        ({"latency": "20us"}, "latency: '20us' has a unit, but the other times have none"),
+        ({"host_latency": "20KB"}, "host_latency: '20KB' is not a time"),
+        ({"bandwidth": "100Gbit"}, "bandwidth: '100Gbit' is not a bandwidth"),
+    ):
+        with pytest.raises(CostsError, match=reason):
+            ps.Profile(layers, **wrong)
+
+
 def test_equal_layers_in_a_row_may_be_written_once(tmp_path):
     path = tmp_path / "p.toml"
     path.write_text('latency = 0.5\n[[layers]]\nf = 1\ni = 1\nw = 0.5\ncount = 3\nactivation = "1KiB"\n[[layers]]\nf = 2\ni = 2\nw = 1\n')

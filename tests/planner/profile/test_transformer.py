@@ -171,6 +171,13 @@ def test_the_stash_is_the_input_and_the_output_gradient_of_each_map():
     assert block.output == 2 * tokens * 64
 
 
+def test_times_may_have_a_unit():
+    with_units = ps.Profile.transformer(**SMALL, latency="20us", overhead="5 us")
+    assert with_units == ps.Profile.transformer(**SMALL, latency=2e-5, overhead=5e-6)
+    with pytest.raises(CostsError, match="latency: '5KB' is not a time"):
+        ps.Profile.transformer(**SMALL, latency="5KB")
+
+
 def test_sizes_to_choose_from_and_links():
     profile = ps.Profile.transformer(**SMALL, microbatch=(1, 2, 8), overhead=0.5, latency=1e-6, bandwidth="50GB")
     assert profile.sizes == (1, 2, 8)
@@ -195,7 +202,7 @@ def test_sizes_to_choose_from_and_links():
         ({"microbatch": (1, 0)}, "microbatch must be a whole number"),
         ({"microbatch": ()}, "microbatch is empty"),
         ({"flops": 0}, "flops=0: flops is the number of operations per second .*: write a number above 0"),
-        ({"bandwidth": "50Gbit"}, "bandwidth: '50Gbit' is not a size"),
+        ({"bandwidth": "50Gbit"}, "bandwidth: '50Gbit' is not a bandwidth"),
         ({"microbatch": (2, 2)}, "measure each size once"),
         ({"experts": 2, "experts_per_token": 3}, "is more than experts=2"),
         ({"experts": 6, "expert_parallel": 4}, "must be a multiple"),

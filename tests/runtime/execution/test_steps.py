@@ -366,6 +366,23 @@ def test_arguments_that_a_pipeline_refuses() -> None:
         Pipeline(model, ps.schedule("interleaved-1f1b", ranks=1, microbatches=1, chunks=3, graph=graph))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_fn": "mse"}, r"loss_fn must be a function, which is called as loss_fn\(output, target\), got 'mse'"),
+        ({"weight": 3}, r"weight must be a function, which is called as weight\(target\), got 3"),
+        ({"seed": "x"}, "seed must be a whole number, got 'x'"),
+        ({"accumulate_dtype": "float32"}, r"accumulate_dtype must be a torch\.dtype, like torch\.float32, got 'float32'"),
+        ({"weights": 3}, r"weights must be a source, such as Safetensors\(path\), or a list of them, got 3"),
+        ({"microbatches": "2"}, "microbatches must be a whole number of at least 1, got '2'"),
+        ({"schedule": "plan.json"}, r"'plan.json' is a file, not the name of a schedule: load it, with penstock\.Plan\.load"),
+    ],
+)
+def test_options_of_another_type_are_refused_when_a_pipeline_is_built(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PenstockError, match=message):
+        Pipeline(blocks(1), **{"schedule": "1f1b", "microbatches": 2, **options})
+
+
 def test_microbatches_given_with_a_schedule() -> None:
     pipe = Pipeline(blocks(1), ps.schedule("1f1b", ranks=1, microbatches=2), microbatches=5, loss_fn=functional.mse_loss)
     x = torch.randn(5, 6)

@@ -24,8 +24,11 @@ def test_results_by_rank(parallel: bool) -> None:
 
 
 def test_invalid_arguments_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="0 ranks: at least 1"):
-        launch(rank, 0)
+    for ranks in (0, "2", 1.0):
+        with pytest.raises(ScheduleError, match="ranks must be a whole number of at least 1, got"):
+            launch(rank, ranks)  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match=r"fn must be a function, which is called as fn\(\*args\), once per rank, got 3"):
+        launch(3, 2)  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match="backend 'mpi'"):
         launch(rank, 2, "mpi")
     for name in ("nccl", "NCCL"):

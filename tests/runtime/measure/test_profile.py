@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
-from penstock.errors import PlacementError, ScheduleError
+from penstock.errors import CostsError, PlacementError, ScheduleError
 from penstock.planner.partition.stage_costs import stage_costs
 from penstock.runtime import Layers, Pipeline, launch
 from penstock.runtime.measure.profile import profile
@@ -273,6 +273,11 @@ def test_the_median_of_the_rounds_is_taken(monkeypatch):
     assert (found.f, found.i, found.w) == (5, 2, 3)
 
 
+def test_links_may_have_units():
+    found = profile([nn.Linear(4, 4)], torch.zeros(2, 4), **QUICK, latency="5us", bandwidth="12.5GB")
+    assert (found.latency, found.bandwidth) == (5e-6, 12.5e9)
+
+
 @pytest.mark.parametrize(
     ("model", "sample", "given", "kind", "said"),
     [
@@ -280,9 +285,18 @@ def test_the_median_of_the_rounds_is_taken(monkeypatch):
         ([3], torch.zeros(2, 4), {}, PlacementError, "each an nn.Module"),
         (nn.Linear(4, 4), torch.zeros(2, 4), {}, PlacementError, "does not say which layers it has"),
         ([nn.Linear(4, 4)], 3, {}, ScheduleError, "no tensor with a batch dimension"),
-        ([nn.Linear(4, 4)], torch.zeros(2, 4), {"repeats": 0}, ScheduleError, "repeats=0"),
+        ([nn.Linear(4, 4)], torch.zeros(2, 4), {"repeats": 0}, ScheduleError, "repeats must be a whole number of at least 1, got 0"),
+        ([nn.Linear(4, 4)], torch.zeros(2, 4), {"warmup": "3"}, ScheduleError, "warmup must be a whole number of at least 0, got '3'"),
+        ([nn.Linear(4, 4)], torch.zeros(2, 4), {"loss_fn": 3}, ScheduleError, "loss_fn must be a function"),
+        ([nn.Linear(4, 4)], torch.zeros(2, 4), {"progress": 3}, ScheduleError, "progress must be a function"),
+        ([nn.Linear(4, 4)], torch.zeros(2, 4), {"optimizer": 3}, ScheduleError, "optimizer must be a function"),
+        ([nn.Linear(4, 4)], torch.zeros(2, 4), {"latency": "5KB"}, CostsError, "latency: '5KB' is not a time"),
+        ([nn.Linear(4, 4)], torch.zeros(2, 4), {"bandwidth": "1Gbit"}, CostsError, "bandwidth: '1Gbit' is not a bandwidth"),
+        ([nn.Linear(4, 4)], torch.zeros(2, 4), {"slices": "2"}, ScheduleError, "slices must be a number of slices, or pairs"),
+        ([nn.Linear(4, 4)], torch.zeros(2, 4), {"slices": [2]}, ScheduleError, "slices must be a number of slices, or pairs"),
         ([nn.Linear(4, 4)], torch.zeros(2, 4), {"optimizer": "adm"}, ScheduleError, "did you mean 'adam'"),
-        ([nn.Linear(4, 4)], torch.zeros(2, 4), {"microbatch_sizes": [0]}, ScheduleError, "microbatch_sizes"),
+        ([nn.Linear(4, 4)], torch.zeros(2, 4), {"microbatch_sizes": [0]}, ScheduleError, "a microbatch size must be a whole number"),
+        ([nn.Linear(4, 4)], torch.zeros(2, 4), {"microbatch_sizes": 2}, ScheduleError, "microbatch_sizes must be a list"),
     ],
 )
 def test_invalid_arguments(model, sample, given, kind, said):

@@ -144,7 +144,7 @@ def compare(
     check_unit(unit)
     check_suffix(output, PICTURES)
     checked, devices = lowering.read_lowering(), read_cluster(cluster)
-    timed = [TimelineSource.read(source, costs, per, checked, devices) for source in parse_sources(sources, ranks, microbatches)]
+    timed = [TimelineSource.read(source, costs, per, checked, devices, unit=unit) for source in parse_sources(sources, ranks, microbatches)]
     entries: list[NamedTimeline] = []
     with show_steps(len(timed) + 2) as step:
         for name, source in zip(sources, timed, strict=True):
@@ -167,20 +167,16 @@ def compare(
 
 
 def _read_timeline(timed: TimelineSource, unit: str | None) -> Timeline:
-    """A prediction, in `unit` if it does not know its own; a measured timeline is not simulated, only converted from seconds."""
+    """A prediction, in `unit`; a measured timeline is not simulated, only converted from seconds."""
     measured = timed.get_measured()
     if measured is not None:
-        return measured if unit is None else _replace_unit(measured.scaled(1 / seconds_per(unit)), unit)
-    predicted = timed.timeline()
-    return predicted if unit is None or _knows_unit(predicted) else _replace_unit(predicted, unit)
+        scaled = measured if unit is None else measured.scaled(1 / seconds_per(unit))
+        return scaled if unit is None else scaled.in_units(replace(scaled.units, time_unit=unit))
+    return timed.timeline(unit)
 
 
 def _knows_unit(timeline: Timeline) -> bool:
     return timeline.units.time_unit in SECONDS
-
-
-def _replace_unit(timeline: Timeline, unit: str) -> Timeline:
-    return timeline.in_units(replace(timeline.units, time_unit=unit))
 
 
 def _draw(laid: Overlay, ranked: list[NamedTimeline], output: Path, options: dict[str, Any]) -> None:

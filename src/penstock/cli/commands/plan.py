@@ -18,10 +18,12 @@ from penstock.cli.options import (
     complete_schedule_list,
     count_option,
     file_option,
+    number_option,
     read_counts,
     read_rate,
     read_size,
     read_time,
+    refuse_overwrite,
     refuse_unitless,
     text_option,
 )
@@ -80,7 +82,7 @@ def plan(
     ] = None,
     headroom: Annotated[
         float | None,
-        text_option("The share of each limit to keep free.  [default: 0.05 for estimated profiles, else 0]", "SHARE", "--headroom"),
+        number_option("The share of each limit to keep free.  [default: 0.05 for estimated profiles, else 0]", "SHARE", "--headroom"),
     ] = None,
     schedules: Annotated[
         str | None,
@@ -116,7 +118,7 @@ def plan(
     ] = None,
     seconds: Annotated[
         float | None,
-        text_option(
+        number_option(
             "How long to plan, besides what is compiled once per machine; named schedules may take 5 s even if it is less. "
             "0 tries only the named schedules, however long that takes.  [default: 7]",
             "S",
@@ -124,7 +126,7 @@ def plan(
         ),
     ] = None,
     rounds: Annotated[
-        float | None, text_option("Orders that the search times.  [default: as many as usually fit into --seconds]", "N", "--rounds")
+        float | None, number_option("Orders that the search times.  [default: as many as usually fit into --seconds]", "N", "--rounds")
     ] = None,
     seed: Annotated[int | None, count_option("The random seed of the search and of the jitter.  [default: 0]", "--seed")] = None,
     figure: Annotated[Path | None, file_option("Draw time against memory: .svg, .pdf or .png.", "--figure", stdout=False)] = None,
@@ -158,6 +160,7 @@ def plan(
 
     check_suffix(figure, FIGURES)
     check_suffix(output, (".json",))
+    refuse_overwrite("--output", output, {"--profile": profile, "--cluster": cluster})
     limit = _limit(memory_limit)
     if job.gpus is not None:
         _refuse_with_gpus(
@@ -179,8 +182,11 @@ def plan(
                 "--figure": figure is not None,
             }
         )
-        links = {"memory": read_size("--memory-limit", memory_limit), "latency": read_time("--latency", latency)}
-        links["bandwidth"] = read_rate("--bandwidth", bandwidth)
+        links = {
+            "memory": read_size("--memory-limit", memory_limit),
+            "latency": read_time("--latency", latency),
+            "bandwidth": read_rate("--bandwidth", bandwidth),
+        }
         refuse_unitless("--memory-limit", memory_limit)
         choices = {"schedules": _read_names(schedules), "microbatch": read_counts("--microbatch-sizes", microbatch_sizes), **job.choices}
         return _plan_job(job.make_job(_describe_model(profile, transformer), links, headroom), choices, as_json, output)

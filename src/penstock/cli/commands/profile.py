@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import AsJson, check_suffix, count_option, file_option, read_counts, read_rate, read_time, text_option
+from penstock.cli.options import (
+    AsJson,
+    check_suffix,
+    count_option,
+    file_option,
+    read_counts,
+    read_rate,
+    read_time,
+    refuse_overwrite,
+    text_option,
+)
 from penstock.cli.output import deliver, show_steps
 from penstock.cli.sources import load_function
 from penstock.errors import UsageError
@@ -80,6 +90,7 @@ def profile(
 
     check_suffix(output, (".json", ".toml"))
     check_suffix(cluster, (".json", ".toml"))
+    refuse_overwrite("--output", output, {"--cluster": cluster})
     sizes, speed = read_counts("--microbatch-sizes", microbatch_sizes), read_rate("--bandwidth", bandwidth)
     delay = read_time("--latency", latency) or 0.0
     options: dict[str, Any] = {"microbatch_sizes": sizes, "warmup": warmup, "repeats": repeats, "latency": delay, "bandwidth": speed}

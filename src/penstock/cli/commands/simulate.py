@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from penstock.cli.options import AsJson, ClusterFile, CostsText, Unit, check_suffix, check_unit, file_option
+from penstock.cli.options import AsJson, ClusterFile, CostsText, Unit, check_suffix, check_unit, file_option, refuse_overwrite
 from penstock.cli.output import can_print, deliver, show_steps
 from penstock.cli.sources import OptionalLowering, Per, PerOption, ScheduleSource, TimelineSource, read_cluster
 
@@ -52,10 +52,11 @@ def simulate(
 
     check_unit(unit)
     suffix = check_suffix(output, SUFFIXES)
-    timed = TimelineSource.read(source, costs, per, lowering.read_lowering(), read_cluster(cluster))
+    refuse_overwrite("--output", output, {"NAME|FILE": source.path() if source.is_file else None, "--cluster": cluster})
+    timed = TimelineSource.read(source, costs, per, lowering.read_lowering(), read_cluster(cluster), unit=unit)
     with show_steps(3) as step:
         step("timing")
-        timeline = timed.timeline()
+        timeline = timed.timeline(unit)
         step("drawing")
         if output is not None:
             timeline.save(output, **({} if unit is None or suffix == ".json" else {"unit": unit}))

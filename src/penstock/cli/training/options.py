@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import complete_schedules, count_option, read_size, refuse_unitless, text_option
+from penstock.cli.options import complete_schedules, count_option, number_option, read_size, refuse_unitless, text_option
 from penstock.cli.sources import ScheduleSource, read_json_object
 from penstock.errors import IntegrationError, UsageError, nearest
 from penstock.schedules.registry import algorithms, parse_name, schedule
@@ -61,7 +61,7 @@ class TrainOptions:
     ] = None
     recompute: Annotated[bool, typer.Option("--recompute", help="Let auto recompute forwards if memory is short.")] = False
     search: Annotated[
-        float | None, text_option("Seconds that auto searches after it has timed the named schedules.  [default: 5]", "S", "--seconds")
+        float | None, number_option("Seconds that auto searches after it has timed the named schedules.  [default: 5]", "S", "--seconds")
     ] = None
     checkpoints: Annotated[Path | None, text_option("Save checkpoints there, and resume from the last one.", "FOLDER", "--checkpoints")] = (
         None

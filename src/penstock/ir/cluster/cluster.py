@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,11 @@ PerLayer = float | tuple[float, ...]
 CARDS = ("node", "device")
 MOST_DEVICES = 4096
 """There is one table row per device, and one rank."""
-_NODE_FIELDS: dict[str, tuple[type, ...]] = {"node_latency": (int, float), "node_bandwidth": (int, float, str, type(None)), "card": (str,)}
+_NODE_FIELDS: dict[str, tuple[type, ...]] = {
+    "node_latency": (int, float, str),
+    "node_bandwidth": (int, float, str, type(None)),
+    "card": (str,),
+}
 """Fields of a file that describe links by nodes, with their types."""
 _MOST_SPEED = 1e100
 """Times that are divided by a speed must remain finite."""
@@ -210,7 +214,8 @@ class Cluster:
 
     devices: Sequence[Device]
     latency: Latency = 0.0
-    """Time of a message of size 0: one number, or a table with one row per sender and one column per receiver."""
+    """Time of a message of size 0: one number, or a table with one row per sender and one column per receiver. With a `time_unit`, a time
+    may be text with a unit of its own, such as "20us"."""
     bandwidth: Bandwidth = None
     """Size per time that a link carries, in the same form; None is unlimited."""
     lanes: Lanes | None = None
@@ -222,13 +227,13 @@ class Cluster:
     """The unit of sizes, if it is known: B for bytes."""
 
     def __post_init__(self) -> None:
-        devices = tuple(self.devices) if is_table(self.devices) else ()
-        if not devices or not all(isinstance(device, Device) for device in devices):
-            raise CostsError(f"devices must be a list of at least one penstock.Device, got {shorten(self.devices)}")
-        if len(devices) > MOST_DEVICES:
-            raise CostsError(f"{len(devices):,} devices: a cluster has at most {MOST_DEVICES:,}, one for each rank of a pipeline")
+        devices = _check_devices(self.devices)
         object.__setattr__(self, "devices", devices)
-        object.__setattr__(self, "latency", check_latency("latency", self.latency))
+        if self.time_unit not in ("", *SECONDS):
+            raise CostsError(f"time_unit must be one of {', '.join(SECONDS)}, got {self.time_unit!r}")
+        if self.size_unit not in ("", "B"):
+            raise CostsError(f"size_unit must be B for bytes, or left out, got {self.size_unit!r}")
+        object.__setattr__(self, "latency", check_latency("latency", self.latency, self.time_unit))
         object.__setattr__(self, "bandwidth", check_bandwidth("bandwidth", self.bandwidth, text=True))
         if self.lanes is not None:
             object.__setattr__(self, "lanes", check_lanes("lanes", self.lanes))
@@ -236,11 +241,7 @@ class Cluster:
             table = getattr(self, name)
             if isinstance(table, tuple) and len(table) != len(devices):
                 raise CostsError(f"{name} is a table for {len(table)} devices, but the cluster has {len(devices)}")
-        self._check_devices()
-        if self.time_unit not in ("", *SECONDS):
-            raise CostsError(f"time_unit must be one of {', '.join(SECONDS)}, got {self.time_unit!r}")
-        if self.size_unit not in {"", "B"}:
-            raise CostsError(f"size_unit must be B for bytes, or left out, got {self.size_unit!r}")
+        self._check_memory()
 
     def _check_units(self) -> None:
         """Refuse numbers in a file that were meant in another unit than the one that it names."""
@@ -259,9 +260,11 @@ class Cluster:
             )
         longest = max(_list_values(self.latency))
         if longest >= second:
-            raise CostsError(f"latency={longest:g} is in {self.time_unit}, the time_unit: 20 us are {20e-6 * second:g}")
+            raise CostsError(
+                f'latency={longest:g} is in {self.time_unit}, the time_unit, and a second or more: write the unit, like "20us"'
+            )
 
-    def _check_devices(self) -> None:
+    def _check_memory(self) -> None:
         without = [place for place, device in enumerate(self.devices) if device.memory is None]
         known = len(self.devices) - len(without)
         if without and known:
@@ -277,12 +280,13 @@ class Cluster:
         cls,
         devices: Sequence[Device],
         *,
-        latency: float = 0.0,
+        latency: float | str = 0.0,
         bandwidth: float | str | None = None,
-        node_latency: float = 0.0,
+        node_latency: float | str = 0.0,
         node_bandwidth: float | str | None = None,
         card: str = "node",
-        **units: str,
+        time_unit: str = "",
+        size_unit: str = "",
     ) -> Cluster:
         """Devices in nodes: one link each way for each pair in a node, and network cards between nodes.
 
@@ -301,8 +305,11 @@ class Cluster:
         for name, value in rates.items():
             if is_table(value):
                 raise CostsError(f"{name} is one number if links are described by nodes: leave out {', '.join(_NODE_FIELDS)} for a table")
-            (check_latency if name.endswith("latency") else partial(check_bandwidth, text=True))(name, value)
-        devices = tuple(devices)
+            if name.endswith("latency"):
+                check_latency(name, value, time_unit)
+            else:
+                check_bandwidth(name, value, text=True)
+        devices = _check_devices(devices)
         within_nodes = [name for name, unset in (("node_latency", 0.0), ("node_bandwidth", None)) if rates[name] != unset]
         if within_nodes and not any(device.node for device in devices):
             raise CostsError(f"{' and '.join(within_nodes)}: no device has a node, so no link is within one. Name the node of each device")
@@ -323,7 +330,7 @@ class Cluster:
             name: tuple(tuple(near if same else far for same in row) for row in within)
             for name, near, far in (("latency", node_latency, latency), ("bandwidth", node_bandwidth, bandwidth))
         }
-        return cls(devices, tables["latency"], tables["bandwidth"], lanes, **units)  # type: ignore[arg-type]
+        return cls(devices, tables["latency"], tables["bandwidth"], lanes, time_unit, size_unit)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -388,6 +395,8 @@ class Cluster:
     def assign(self, devices: Sequence[int]) -> Cluster:
         """The cluster as the ranks of a pipeline see it: `devices[k]` is the device that becomes rank k. Some may be left out."""
         known = len(self.devices)
+        if not is_table(devices):
+            raise CostsError(f"devices must be a list of numbers of devices, like [1, 0], got {devices!r}")
         if not devices or any(type(device) is not int or not 0 <= device < known for device in devices) or len(set(devices)) < len(devices):
             raise CostsError(f"devices={list(devices)}: name devices of 0..{known - 1}, each at most once")
         return replace(
@@ -413,9 +422,15 @@ class Cluster:
         >>> slow_second.apply(Costs(f=1.0), Placement.bidirectional(2), microbatches=4).f
         ((1.0, 2.0, 1.0, 2.0), (2.0, 1.0, 2.0, 1.0))
         """
+        from penstock.ir.costs import check_costs
+
+        costs = check_costs(costs)
+        _check_placement(placement)
         self.check_ranks(placement.ranks)
         if microbatches is None:
             self._check_copies(placement)
+        else:
+            check_count("microbatches", microbatches, error=CostsError)
         speeds = [[self.devices[rank].speeds for rank in ranks] for ranks in placement.copies]
         of_devices = {speed for of_copy in speeds for speed in of_copy}
         if any(speed.layers is not None for speed in of_devices):
@@ -470,7 +485,8 @@ class Cluster:
         """Refuse another number of ranks than devices."""
         if ranks != len(self.devices):
             raise CostsError(
-                f"{ranks} ranks on a cluster of {len(self.devices)} devices: take one rank per device, or leave devices out with assign()"
+                f"{ranks} ranks on a cluster of {len(self.devices)} devices: take one rank per device, or leave devices out "
+                "of the file (in Python, with cluster.assign([0, 1, ...]))"
             )
 
     def _check_copies(self, placement: Placement) -> None:
@@ -496,6 +512,8 @@ class Cluster:
 
     def name_of(self, device: int) -> str:
         """The name of a device, or its number."""
+        if type(device) is not int or not 0 <= device < len(self.devices):
+            raise CostsError(f"device {device!r}: the cluster has devices 0 to {len(self.devices) - 1}")
         return self.devices[device].name or f"device {device}"
 
     # Links ------------------------------------------------------------------------------------------------------------
@@ -613,6 +631,25 @@ def share_rows(times: Sequence[float], most: Sequence[float] = (), before: Seque
     grown = sum(high) - sum(low)
     share = min((1.0 - sum(low)) / grown, 1.0) if grown else 1.0
     return tuple(one + share * (other - one) for one, other in zip(low, high, strict=True))
+
+
+def _check_devices(value: Any) -> tuple[Device, ...]:
+    """The devices of a cluster: at least one, and not too many."""
+    devices = tuple(value) if is_table(value) else ()
+    if not devices or not all(isinstance(device, Device) for device in devices):
+        raise CostsError(f"devices must be a list of at least one penstock.Device, got {shorten(value)}")
+    if len(devices) > MOST_DEVICES:
+        raise CostsError(f"{len(devices):,} devices: a cluster has at most {MOST_DEVICES:,}, one for each rank of a pipeline")
+    return devices
+
+
+def _check_placement(value: Any) -> None:
+    """Refuse anything but a placement."""
+    from penstock.ir.placement import Placement
+
+    if not isinstance(value, Placement):
+        hint = ": take its .placement" if isinstance(getattr(value, "placement", None), Placement) else ""
+        raise CostsError(f"placement must be a penstock.Placement, got {type(value).__name__}{hint}")
 
 
 def _find_mean(value: float | tuple[float, ...]) -> float:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import CostsError
 from penstock.text.numbers import format_count
-from penstock.text.units import check_number, parse_size
+from penstock.text.units import check_number, has_time_unit, parse_rate, parse_time
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,15 +26,13 @@ Lanes = tuple[tuple[tuple[int, int], ...], ...]
 """The out lane and the in lane of each pair of ranks."""
 
 
-def check_latency(name: str, value: Any) -> Latency:
-    """Give a latency as a number, or as a table of numbers."""
-    return _check_table(name, value, _check_time, 0.0) if is_table(value) else _check_time(name, value)
+def check_latency(name: str, value: Any, unit: str | None = None) -> Latency:
+    """Give a latency as a number, or as a table of numbers; also from times like "20us" if the other times have a `unit`."""
 
+    def check_time(place: str, time: Any) -> float:
+        return check_number(place, time) if unit is None and not has_time_unit(time) else parse_time(time, place, unit)
 
-def _check_time(place: str, value: Any) -> float:
-    if isinstance(value, str):
-        raise CostsError(f"{place} must be a number in the unit of the other times, like 2e-5 for 20 us in seconds, got {value!r}")
-    return check_number(place, value)
+    return _check_table(name, value, check_time, 0.0) if is_table(value) else check_time(name, value)
 
 
 def check_bandwidth(name: str, value: Any, text: bool = False) -> Bandwidth:
@@ -43,7 +41,7 @@ def check_bandwidth(name: str, value: Any, text: bool = False) -> Bandwidth:
     def check_rate(place: str, rate: Any) -> float | None:
         if rate is None or (isinstance(rate, float) and rate == math.inf and place != name):
             return None
-        size = _parse_rate(place, rate) if text and isinstance(rate, str) else check_number(place, rate)
+        size = parse_rate(rate, place) if text else check_number(place, rate)
         if not size:
             raise CostsError(
                 f"{place} must be more than 0, got {rate}: a link without bandwidth carries no messages; leave out unlimited ones"
@@ -51,15 +49,6 @@ def check_bandwidth(name: str, value: Any, text: bool = False) -> Bandwidth:
         return size
 
     return _check_table(name, value, check_rate, None) if is_table(value) else check_rate(name, value)
-
-
-def _parse_rate(place: str, text: str) -> float:
-    try:
-        return parse_size(text)
-    except CostsError:
-        raise CostsError(
-            f"{place}: {text!r} is not a bandwidth: write how many bytes pass per unit of time, as a size like 12.5GB (100 Gbit are 12.5GB)"
-        ) from None
 
 
 def check_lanes(name: str, value: Any) -> Lanes:

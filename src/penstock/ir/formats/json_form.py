@@ -20,7 +20,7 @@ from penstock.ir.rows import Rows
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 
-FORMAT = "penstock"
+FORMAT = reading.FORMAT
 VERSION = 1
 
 _FIELDS: dict[str, tuple[type, ...]] = {"name": (str,), "microbatches": (int,), "placement": (dict,), "edges": (list,), "rows": (list,)}

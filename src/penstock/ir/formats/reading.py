@@ -15,6 +15,8 @@ from typing import Any
 from penstock.errors import FileFormatError, nearest
 
 SUFFIXES = (".json", ".toml")
+FORMAT = "penstock"
+"""The `format` of files that name their `type`: schedules, programs, timelines and plans."""
 _TOO_DEEP = "its lists or tables are nested too deeply"
 
 
@@ -115,6 +117,9 @@ def check_record(
     known = {field.name: field for field in fields_of(record) if field.name not in omit}
     required = [name for name, field in known.items() if field.default is MISSING and field.default_factory is MISSING]
     named = {**dict.fromkeys(known), **(types or {})}
+    kind = data.get("type") if isinstance(data, dict) and data.get("format") == FORMAT else None
+    if isinstance(kind, str):
+        raise error(f"not {what}: it is a saved {kind[:_SHOWN]}")
     return check_fields(data, named, error=lambda reason: error(f"{what}: {reason}"), required=required, closed=True)
 
 

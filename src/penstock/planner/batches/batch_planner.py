@@ -32,6 +32,7 @@ from penstock.planner.problem import SLACK, Problem
 from penstock.planner.request import Limit, check_limits
 from penstock.schedules.registry import algorithm, algorithms, parse_name
 from penstock.simulator.timeline import Timeline
+from penstock.text.checks import check_flag, check_function
 from penstock.text.numbers import format_count
 from penstock.text.options import split_options
 from penstock.text.units import Units, check_count
@@ -182,7 +183,7 @@ class BatchPlanner:
         split: bool = True,
         tries: int | None = None,
     ) -> None:
-        self.problem, self.schedule = _read_source(source, costs, split)
+        self.problem, self.schedule = _read_source(source, costs, check_flag("split", split))
         """The costs of the source, and its schedule."""
         limits = check_limits(memory_limit, self.problem.ranks)
         if limits is not None:
@@ -192,9 +193,7 @@ class BatchPlanner:
         self.samples = check_count("samples", samples, error=ScheduleError)
         self.tries = None if tries is None else check_count("tries", tries, 0, error=ScheduleError)
         self.lengths = self._read_shares(sequence, quadratic)
-        if schedules is not None and (isinstance(schedules, str) or not isinstance(schedules, Iterable)):
-            raise ScheduleError(f"schedules must be a list of names, got {schedules!r}: give [{schedules!r}]")
-        self.names = None if schedules is None else tuple(map(self._check_name, schedules))
+        self.names = None if schedules is None else tuple(map(self._check_name, _list_names(schedules)))
         self._loops = get_loops()
         self._schedules: dict[int, list[FlatSchedule]] = {}
         self._fallbacks: dict[int, FlatSchedule] = {}
@@ -203,10 +202,12 @@ class BatchPlanner:
         unlimited = BatchCosts.read(replace(self.problem, memory_limit=None))
         self._search(unlimited, 1)  # compiles the loops
 
-    def _read_shares(self, sequence: int, quadratic: float | Sequence[float]) -> tuple[LengthCosts, ...]:
+    def _read_shares(self, sequence: int, quadratic: Any) -> tuple[LengthCosts, ...]:
         """How the time of each stage depends on lengths."""
         stages = self.problem.stages
-        shares = list(quadratic) if isinstance(quadratic, Sequence | np.ndarray) else [quadratic] * stages
+        shares = (
+            list(quadratic) if isinstance(quadratic, Sequence | np.ndarray) and not isinstance(quadratic, str) else [quadratic] * stages
+        )
         if len(shares) != stages:
             raise CostsError(f"quadratic has {len(shares)} values for {stages} stages: give one number or one per stage")
         return tuple(LengthCosts(sequence, share) for share in shares)
@@ -291,9 +292,16 @@ class BatchPlanner:
 
         `lengths(batch)` and `skips(batch)` return what `order` takes. One batch more than the caller has seen is read from `batches`.
         """
-        for name, read in (("lengths", lengths), ("skips", skips)):
-            if not callable(read) and (name, read) != ("skips", None):
-                raise CostsError(f"{name} of ahead must be a function of a batch, got {read!r}")
+        if not isinstance(batches, Iterable):
+            raise CostsError(f"batches must be something to iterate over, such as a list or a data loader, got {type(batches).__name__}")
+        check_function("lengths", lengths, "lengths(batch)", error=CostsError)
+        if skips is not None:
+            check_function("skips", skips, "skips(batch)", error=CostsError)
+        return self._yield_orders(batches, lengths, skips)
+
+    def _yield_orders(
+        self, batches: Iterable[Batch], lengths: Callable[[Batch], Any], skips: Callable[[Batch], Skips | None] | None
+    ) -> Iterator[tuple[Batch, BatchOrder]]:
         with ThreadPoolExecutor(1, thread_name_prefix="penstock-batches") as pool:
             waiting: tuple[Batch, Future[BatchOrder]] | None = None
             for batch in batches:
@@ -344,6 +352,13 @@ class BatchPlanner:
         if microbatches == self.schedule.microbatches:
             return [self.schedule]
         return [] if self.schedule.remake is None else [self.schedule.remake(microbatches)]
+
+
+def _list_names(schedules: Any) -> list[Any]:
+    if isinstance(schedules, str) or not isinstance(schedules, Iterable):
+        hint = f": give [{schedules!r}]" if isinstance(schedules, str) else ""
+        raise ScheduleError(f"schedules must be a list of names, got {schedules!r}{hint}")
+    return list(schedules)
 
 
 def _read_source(source: Any, costs: Costs | None, split: bool) -> tuple[Problem, Schedule]:

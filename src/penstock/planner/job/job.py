@@ -22,6 +22,16 @@ OPTIMIZERS = {"adam": 12.0, "muon": 8.0}
 _SHAPE = ("layers", "hidden", "heads", "sequence", "vocabulary", "kv_heads", "ffn", "gated", "head_size", "query_rank", "key_rank", "rope")
 _SIZES = (*_SHAPE, "flash", "causal", "dropout", "bytes", "gradient_bytes")
 """Fields of `Transformer` that describe the model itself."""
+_LINKS = ("latency", "bandwidth", "memory_bandwidth", "flops")
+_EXPERTS = ("experts", "shared_experts", "experts_per_token", "expert_ffn", "expert_parallel", "expert_bandwidth", "dense_layers")
+_ELSEWHERE = (
+    dict.fromkeys(_LINKS, "it is one of the machines")
+    | dict.fromkeys(_EXPERTS, "mixtures of experts are not planned as a job, because it has no expert degree")
+    | {"data": "the job chooses the data degree", "data_bandwidth": "the machines have one bandwidth for all messages"}
+    | {"microbatch": "the job chooses the microbatch size", "optimizer_bytes": "the job's optimizer says how many these are"}
+    | {"overhead": "times that a kernel takes to start are not counted"}
+)
+"""Further fields of `Transformer`, and why a job's model has none of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +58,7 @@ class Job:
         if not isinstance(self.machines, Machines):
             raise CostsError(f"machines must be penstock.Machines, got {type(self.machines).__name__}")
         object.__setattr__(self, "batch", check_count("batch", self.batch, error=ScheduleError))
-        if self.optimizer not in OPTIMIZERS:
+        if self.optimizer not in list(OPTIMIZERS):
             raise CostsError(f"there is no optimizer {self.optimizer!r}: {nearest(str(self.optimizer), OPTIMIZERS)}")
         object.__setattr__(self, "headroom", check_share("headroom", self.headroom, below=1.0))
         if isinstance(self.model, Profile):
@@ -58,7 +68,7 @@ class Job:
             raise CostsError(f"a job's model is a mapping of sizes or a penstock.Profile, got {type(self.model).__name__}")
         for name in self.model:
             if name not in _SIZES:
-                raise CostsError(f"a job's model has no field {name!r}: {nearest(name, _SIZES)}; a job chooses degrees and links by itself")
+                raise CostsError(f"a job's model has no field {name!r}: {_ELSEWHERE.get(name) or nearest(name, _SIZES)}")
         self.transformer  # noqa: B018 - checks the sizes
 
     def _check_profile(self, profile: Profile) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 from penstock.errors import CostsError, nearest
 from penstock.ir.cluster import Cluster, Device
 from penstock.ir.formats.reading import check_record
-from penstock.text.units import check_count, parse_size
+from penstock.text.units import LEAST_BYTES, check_count, check_number, parse_rate, parse_size, parse_time
 
-_RATES = ("flops", "memory", "memory_bandwidth", "node_bandwidth", "bandwidth")
+_BANDWIDTHS = ("memory_bandwidth", "node_bandwidth", "bandwidth")
 _TIMES = ("node_latency", "latency")
 _SHARES = ("matmul_share", "attention_share", "memory_share", "link_share")
 
@@ -29,12 +29,13 @@ class Machines:
     flops: float
     """Peak matrix operations per second of one GPU, in the precision of training."""
     memory: float
-    """Bytes of one GPU."""
+    """Bytes of one GPU. A size or bandwidth may be text, such as "80GB"."""
     memory_bandwidth: float
     """Bytes per second of a GPU's own memory."""
     node_bandwidth: float
     """Bytes per second out of one GPU to others in its node, in one direction."""
     node_latency: float = 5e-6
+    """Seconds, or text with a unit, such as "5us"."""
     bandwidth: float
     """Bytes per second out of one GPU to other nodes, in one direction."""
     latency: float = 10e-6
@@ -50,17 +51,35 @@ class Machines:
     def __post_init__(self) -> None:
         for name in ("gpus", "gpus_per_node"):
             object.__setattr__(self, name, check_count(name, getattr(self, name)))
-        for name in _RATES + _TIMES:
-            object.__setattr__(self, name, parse_size(getattr(self, name), name))
-        for name in _RATES:
-            if not getattr(self, name):
-                raise CostsError(f"{name} must be more than 0{', because every link needs one' if name.endswith('bandwidth') else ''}")
+        object.__setattr__(self, "flops", check_number("flops", self.flops))
+        object.__setattr__(self, "memory", parse_size(self.memory, "memory"))
+        for name in _BANDWIDTHS:
+            object.__setattr__(self, name, parse_rate(getattr(self, name), name))
+        for name in _TIMES:
+            object.__setattr__(self, name, parse_time(getattr(self, name), name))
+        self._check_amounts()
         for name in _SHARES:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
                 raise CostsError(f"{name} must be a number above 0 and at most 1, got {value!r}")
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise CostsError(f"gpus={self.gpus} do not fill whole nodes of gpus_per_node={self.gpus_per_node}: take a multiple")
+
+    def _check_amounts(self) -> None:
+        """Refuse numbers that cannot be meant in operations, bytes and seconds."""
+        if not self.flops:
+            raise CostsError("flops must be more than 0: it is the peak of operations per second, like 312e12")
+        for name in ("memory", *_BANDWIDTHS):
+            amount = getattr(self, name)
+            if not amount:
+                raise CostsError(f"{name} must be more than 0{', because every link needs one' if name.endswith('bandwidth') else ''}")
+            if amount < LEAST_BYTES:
+                each = " per second" if name.endswith("bandwidth") else ""
+                raise CostsError(f"{name}={amount:g} is that many bytes{each}: write the unit, like {amount:g}GB")
+        for name in _TIMES:
+            latency = getattr(self, name)
+            if latency >= 1.0:
+                raise CostsError(f"{name}={latency:g} is that many seconds: write the unit, like {latency:g}us")
 
     @classmethod
     def of(cls, kind: str, **values: Any) -> Machines:
@@ -72,7 +91,8 @@ class Machines:
     @classmethod
     def from_fields(cls, values: Mapping[str, Any]) -> Machines:
         """Build from field values by name; an unknown or missing one is refused."""
-        return cls(**check_record(dict(values), cls, "machines", error=CostsError))
+        data: Any = values
+        return cls(**check_record(dict(values) if isinstance(data, Mapping) else data, cls, "machines", error=CostsError))
 
     @property
     def nodes(self) -> int:

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from os import PathLike
 from typing import Any
 
-from penstock.errors import CostsError, PlanError
+from penstock.errors import CostsError, PlanError, ScheduleError
 from penstock.ir.costs import Costs
 from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
@@ -22,8 +22,9 @@ from penstock.planner.job.pipelines import SCHEDULES, PipelineTrials, ScheduleTe
 from penstock.planner.job.report import SearchSummary, write_report
 from penstock.planner.job.search import ConfigurationSearch, Trial, bound_seconds, list_configurations
 from penstock.planner.profile import Profile
-from penstock.planner.request import SEARCHED, Progress, check_names
+from penstock.planner.request import SEARCHED, Progress, check_callbacks, check_names
 from penstock.simulator.timeline import Timeline
+from penstock.text.checks import check_flag
 from penstock.text.units import Units
 from penstock.verifier.proof import Proof
 from penstock.verifier.verify import verify
@@ -204,6 +205,8 @@ def plan_job(
     - `progress` is called with a `Progress`; once `stop()` returns True, the best so far is returned.
     """
     _check_job("plan_job", job)
+    check_callbacks(progress, stop)
+    check_flag("recompute", recompute)
     numbers = {"pipeline": pipeline, "data": data, "tensor": tensor, "context": context, "microbatch": microbatch, "sharding": sharding}
     wanted: dict[str, Sequence[Any]] = {
         name: tuple(check_number_of(name, number) for number in _list_values(name, value))
@@ -231,6 +234,10 @@ def predict_job(job: Job, configuration: Configuration, *, schedule: str = "1f1b
     _check_job("predict_job", job)
     if not isinstance(configuration, Configuration):
         raise CostsError(f"predict_job needs a penstock.Configuration, got {type(configuration).__name__}")
+    if not isinstance(schedule, str):
+        raise ScheduleError(f"schedule must be the name of a schedule, like '1f1b', got {schedule!r}")
+    if recompute is not None:
+        check_flag("recompute", recompute)
     fields = {name: (value,) for name, value in configuration.to_json().items()}
     chosen = list_configurations(job, fields)[0]
     templates, limit = ScheduleTemplates(_check_schedules(schedule)), None if recompute is None else math.inf

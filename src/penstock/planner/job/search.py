@@ -402,9 +402,10 @@ class ConfigurationSearch:
             return f"stopped before anything was found that fits: {len(self.trials)} configurations were bounded"
         nearest = min(trials, key=lambda trial: trial.excess)
         memory, limit, free = (_UNITS.size(size) for size in (self.job.machines.memory, self.job.limit, nearest.excess))
+        kept = f" ({limit} without the {100 * self.job.headroom:.3g}% that is kept free)" if self.job.headroom else ""
         needed = (self.job.limit + nearest.excess) / (1 - self.job.headroom)
         return (
-            f"no configuration fits: {len(trials)} were tried on {self.job.machines.gpus} GPUs with {memory} each ({limit} after "
-            f"{self.job.headroom:.3g} of headroom). Nearest is {nearest.configuration.describe()}, with everything recomputed that helps: "
-            f"at least {free} over on the fullest GPU. Take GPUs with at least {_UNITS.size(needed, up=True)}, or more of them"
+            f"no configuration fits: {len(trials)} were tried on {self.job.machines.gpus} GPUs with {memory} each{kept}. Nearest is "
+            f"{nearest.configuration.describe()}, with everything recomputed that helps: at least {free} over on the fullest GPU. Take "
+            f"GPUs with at least {_UNITS.size(needed, up=True)}, or more of them"
         )

@@ -8,9 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index
+from typing import Any
 
 from penstock.errors import ScheduleError
 from penstock.ir.placement import Placement
+from penstock.text.units import check_count
 
 Place = tuple[int, int]
 """A rank's place in the mesh: its rank in its pipeline, and its replica."""
@@ -32,23 +34,26 @@ class Survivors:
     places: tuple[Place, ...]
 
     def __post_init__(self) -> None:
-        if self.pipeline < 1 or self.data < 1:
-            raise ScheduleError(f"a mesh of {self.pipeline} pipeline ranks x {self.data} replicas: there must be at least 1 of each")
+        for name in ("pipeline", "data"):
+            check_count(name, getattr(self, name), error=ScheduleError)
         if len(set(self.places)) < len(self.places):
             raise ScheduleError(f"the places {self.places} have one twice: give each living rank its own")
         for place in self.places:
             _check_place(place, self.pipeline, self.data)
         for rank in range(self.pipeline):
             if not self.list_peers(rank):
+                copies = "the only replica" if self.data == 1 else f"all {self.data} replicas"
                 raise ScheduleError(
-                    f"all {self.data} replicas of pipeline rank {rank} are lost, so no rank holds its stages any more: start again from "
-                    "the last checkpoint"
+                    f"{copies} of pipeline rank {rank} {'is' if self.data == 1 else 'are'} lost, so no rank holds its stages any more: "
+                    "start again from the last checkpoint"
                 )
 
     @classmethod
     def after(cls, pipeline: int, data: int, lost: Iterable[Place]) -> Survivors:
         """The survivors in the order of a device mesh of `pp` x `dp`."""
-        gone = {_check_place(place, pipeline, data) for place in lost}
+        for name, count in (("pipeline", pipeline), ("data", data)):
+            check_count(name, count, error=ScheduleError)
+        gone = {_check_place(place, pipeline, data) for place in _list_places(lost)}
         places = ((rank, replica) for rank in range(pipeline) for replica in range(data))
         return cls(pipeline, data, tuple(place for place in places if place not in gone))
 
@@ -106,10 +111,16 @@ class Survivors:
         return divmod(microbatch, self.data)
 
 
+def _list_places(lost: Any) -> list[Any]:
+    if isinstance(lost, str) or not isinstance(lost, Iterable):
+        raise ScheduleError(f"lost must be a list of the places of lost ranks, like [(1, 0)], got {lost!r}")
+    return list(lost)
+
+
 def _check_place(place: Place, pipeline: int, data: int) -> Place:
     try:
         rank, replica = map(index, place)
-    except TypeError:
+    except (TypeError, ValueError):
         raise ScheduleError(f"{place!r} is no place of a mesh: give the rank in the pipeline and the replica, as in (1, 0)") from None
     if not (0 <= rank < pipeline and 0 <= replica < data):
         raise ScheduleError(

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 
 from penstock.errors import PlanError, ScheduleError
 from penstock.ir.codes import MAX_MICROBATCHES
-from penstock.ir.costs import Costs
+from penstock.ir.costs import Costs, check_costs
 from penstock.ir.kind import SHARES
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Table
+from penstock.ir.table import Table, check_table
 from penstock.passes.lower import lower
 from penstock.planner.losses.merged_rows import JointRows, lower_joint, time_table
 from penstock.planner.losses.survivors import Place, Survivors, check_pipeline
 from penstock.planner.problem import SLACK
 from penstock.planner.request import Limit, check_limits
 from penstock.simulator.timeline import Timeline
+from penstock.text.checks import check_flag
 from penstock.text.numbers import format_number
 from penstock.verifier.proof import Proof
 from penstock.verifier.verify import verify
@@ -72,9 +73,13 @@ def take_over(
     >>> print(after.describe())
     (pp 1, dp 1) is lost, and its microbatches run elsewhere: 4 on (pp 1, dp 0); predicted step 1.667 of before
     """
+    check_table(schedule, "take_over")
+    if not isinstance(survivors, Survivors):
+        raise ScheduleError(f"survivors must be penstock.Survivors, like Survivors.after(4, 2, lost=[(1, 0)]), got {survivors!r}")
+    costs = check_costs(costs)
+    check_flag("split", split)
     single = schedule if isinstance(schedule, Schedule) else Program.start(schedule).schedule()
     _check_schedule(single, survivors)
-    costs = costs or Costs()
     costs.check(single.stages, single.units, single.ranks)
     costs = costs.with_slowest_link()  # a table of links knows those of one pipeline, and not those between several
     before = time_table(lower(single), costs)

@@ -19,7 +19,7 @@ from penstock.ir.formats.reading import check_record, read_settings, suffix_of
 from penstock.ir.formats.toml_form import toml_value
 from penstock.ir.rows import Floats
 from penstock.planner.profile.slices import TERMS, SliceCost, SliceCosts, list_prefixes
-from penstock.text.units import check_count, parse_size
+from penstock.text.units import check_count, parse_rate, parse_size, parse_time
 
 TIMES = ("f", "i", "w")
 ONCE = ("reduction", "update")
@@ -172,22 +172,26 @@ class Profile:
             raise CostsError("a profile needs at least one layer, each a penstock.Layer")
         if self.shares and (len(self.shares) != 2 or not all(isinstance(share, Layer) for share in self.shares)):
             raise CostsError("shares are two layers: each rank's share of the embedding and of the head")
-        for name in ("latency", "input", "host_latency"):
-            object.__setattr__(self, name, _parse_size(name, getattr(self, name), text=name == "input"))
+        self._check_words()
+        for name in ("latency", "host_latency"):
+            object.__setattr__(self, name, parse_time(getattr(self, name), name, self.time_unit))
+        object.__setattr__(self, "input", _parse_size("input", self.input))
         for name in ("bandwidth", "host_bandwidth"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _parse_size(name, getattr(self, name)))
+                object.__setattr__(self, name, parse_rate(getattr(self, name), name))
                 if not getattr(self, name):
                     raise CostsError(f"{name} must be more than 0, or left out for unlimited")
         check_count("microbatch", self.microbatch)
         if self.tokens is not None:
             check_count("tokens", self.tokens)
+        Costs(overlap=self.overlap, contention=self.contention, host_link_shared=self.host_link_shared)  # checks them
+        self._check_variants()
+
+    def _check_words(self) -> None:
         texts, flags = ("time_unit", "size_unit", "source"), ("keeps_output", "estimated")
         for name, kind, words in [*((name, str, "text") for name in texts), *((name, bool, "true or false") for name in flags)]:
             if not isinstance(getattr(self, name), kind):
                 raise CostsError(f"{name} must be {words}, got {getattr(self, name)!r}")
-        Costs(overlap=self.overlap, contention=self.contention, host_link_shared=self.host_link_shared)  # checks them
-        self._check_variants()
 
     def _check_variants(self) -> None:
         if not all(isinstance(variant, Profile) for variant in self.variants):

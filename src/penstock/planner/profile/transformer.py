@@ -35,11 +35,12 @@ from penstock.errors import CostsError
 from penstock.ir.formats.reading import check_record
 from penstock.planner.profile.profile import Layer, Profile
 from penstock.planner.profile.slices import SUM_BYTES, SliceCost, SliceCosts
-from penstock.text.units import check_count, check_number, parse_size, shorten
+from penstock.text.units import check_count, check_number, parse_rate, parse_size, parse_time, shorten
 
 _BANDWIDTHS = ("bandwidth", "expert_bandwidth", "data_bandwidth", "memory_bandwidth")
 _RATE = "the number of operations per second that a device reaches in practice: write a number above 0, like flops=400e12"
-_SIZES = ("latency", "overhead", "bytes", "gradient_bytes", "optimizer_bytes", *_BANDWIDTHS)
+_TIMES = ("latency", "overhead")
+_SIZES = ("bytes", "gradient_bytes", "optimizer_bytes")
 _ATTENTION = ("heads", "kv_heads", "head_size", "query_rank", "key_rank")
 _COUNTS = (*_ATTENTION, "layers", "hidden", "sequence", "vocabulary", "ffn", "expert_ffn", "experts_per_token", "expert_parallel", "data")
 _OR_NONE = ("rope", "experts", "shared_experts", "dense_layers")
@@ -109,8 +110,9 @@ class Transformer:
     optimizer_bytes: float = 12.0
     """Bytes of optimizer state per parameter: by default a copy and two moments of 4 bytes each."""
     overhead: float = 0.0
-    """Seconds that every F, I and W of a layer takes, independent of the microbatch size."""
+    """Seconds that every F, I and W of a layer takes, independent of the microbatch size; or text with a unit, such as "5us"."""
     latency: float = 0.0
+    """Seconds of a message of size 0; or text with a unit, such as "5us"."""
     bandwidth: float | None = None
     """Bytes per second of a link between two ranks."""
 
@@ -127,9 +129,13 @@ class Transformer:
             if not isinstance(value, bool) and not (value is None and name in optional):
                 raise CostsError(f"{name} must be true or false, got {shorten(value)}")
         for name in _SIZES:
-            if getattr(self, name) is not None or name not in optional:
-                object.__setattr__(self, name, parse_size(getattr(self, name), name))
-                if name in _BANDWIDTHS and not getattr(self, name):
+            object.__setattr__(self, name, parse_size(getattr(self, name), name))
+        for name in _TIMES:
+            object.__setattr__(self, name, parse_time(getattr(self, name), name))
+        for name in _BANDWIDTHS:
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, parse_rate(getattr(self, name), name))
+                if not getattr(self, name):
                     raise CostsError(f"{name} must be more than 0, or left out for unlimited")
         if not sizes:
             raise CostsError("microbatch is empty: give the samples per microbatch, or several sizes to choose from")

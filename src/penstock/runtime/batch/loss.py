@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from penstock.errors import ScheduleError
 from penstock.runtime.torch_internals import pytree
+from penstock.text.checks import check_function
 
 REDUCTIONS = ("mean", "sum")
 
@@ -71,6 +72,8 @@ class Loss:
 
     def __init__(self, fn: Callable[..., Any] | None, reduction: str, counts: Callable[[Any], Any] | None = None) -> None:
         """`counts` returns how many targets the function averages over, if that is known."""
+        if fn is not None:
+            check_function("loss_fn", fn, "loss_fn(output, target)")
         self.fn, self.counts = fn, counts
         self.takes_output_only, self.takes_target = (True, False) if fn is None else _find_arities(fn)
         self._warned = False

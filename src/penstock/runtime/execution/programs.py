@@ -23,6 +23,7 @@ from penstock.passes.pass_list import PassList
 from penstock.passes.send_receive import SendReceive
 from penstock.passes.shard import Shard
 from penstock.passes.vocabulary import Vocabulary, spread_vocabulary
+from penstock.text.units import check_count
 from penstock.verifier.verify import verify
 
 OffloadChoice = bool | int | Sequence[int] | Offload | None
@@ -31,9 +32,13 @@ OffloadChoice = bool | int | Sequence[int] | Offload | None
 
 def find_table(source: Any, ranks: int, microbatches: int | None) -> Table:
     """The schedule or program of a plan, schedule, program or name."""
+    if microbatches is not None:
+        microbatches = check_count("microbatches", microbatches, error=ScheduleError)
     if isinstance(source, str):
         from penstock.schedules.registry import schedule
 
+        if source.lower().endswith((".json", ".csv")):
+            raise ScheduleError(f"{source!r} is a file, not the name of a schedule: load it, with penstock.Plan.load, JobPlan.load or load")
         if microbatches is None:
             raise ScheduleError(f"schedule {source!r} by name needs microbatches=")
         source = schedule(source, ranks, microbatches)
@@ -47,7 +52,7 @@ def find_table(source: Any, ranks: int, microbatches: int | None) -> Table:
     ends = [stage for stage in range(table.stages) if not table.graph.outputs_of(stage)]
     if len(ends) > 1:
         raise ScheduleError(f"no stage reads stages {ends}: only one stage can produce the model's output")
-    return table if microbatches is None else rebuild_table(table, int(microbatches))
+    return table if microbatches is None else rebuild_table(table, microbatches)
 
 
 def find_spread_ends(table: Table) -> tuple[bool, bool]:

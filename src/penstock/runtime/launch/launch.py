@@ -13,6 +13,7 @@ from penstock.runtime.device.streams import create_streams, record_event, use_st
 from penstock.runtime.launch.workers import Workers, raise_first
 from penstock.runtime.transport.current_group import is_under_torchrun, join, set_group
 from penstock.runtime.transport.threads import VirtualGroup
+from penstock.text.checks import check_function
 from penstock.text.units import check_count
 
 _RESULTS = 30 * 24 * 3600.0
@@ -46,8 +47,8 @@ def launch(
     On a GPU each virtual rank has a stream of its own. With `sms` each stream has that many multiprocessors for itself, so that
     one GPU stands for several smaller ones; with one number per rank, for GPUs of different speeds.
     """
-    if ranks < 1:
-        raise ScheduleError(f"{ranks} ranks: at least 1 is needed")
+    check_function("fn", fn, "fn(*args), once per rank")
+    ranks = check_count("ranks", ranks, error=ScheduleError)
     backend = backend.lower()
     if sms is not None and backend != "threads":
         raise ScheduleError(f"sms={sms} splits one GPU among virtual ranks, but backend {backend!r} has none")

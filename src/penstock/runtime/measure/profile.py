@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,8 @@ from penstock.runtime.model.stage import Stage
 from penstock.runtime.sequence.prefix import Prefixes
 from penstock.runtime.sequence.token_wise import check_sliceable
 from penstock.runtime.torch_internals import pytree
+from penstock.text.checks import check_function
+from penstock.text.units import check_count, parse_rate, parse_time
 
 
 def profile(
@@ -39,8 +41,8 @@ def profile(
     warmup: int = 3,
     repeats: int = 7,
     slices: int | Sequence[SlicePlace] | None = None,
-    latency: float = 0.0,
-    bandwidth: float | None = None,
+    latency: float | str = 0.0,
+    bandwidth: float | str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Profile:
     """Measure a model: the times of F, I and W and the memory of each layer. Times are in seconds, sizes in bytes.
@@ -51,6 +53,7 @@ def profile(
     - `loss_fn(output, target)` or `loss_fn(output)` counts as part of the last layer; without one, its backward starts from ones;
     - `optimizer`: the optimizer whose memory counts: adamw, adam, sgd or none, or a function that makes one from parameters;
     - `device`: the device to move the model and the sample to; "auto" is a GPU if there is one;
+    - `latency` and `bandwidth`: those of a link between two ranks, in seconds and bytes per second, or like "5us" and "12.5GB";
     - `slices`: measures slices of the sequence too, so that a plan may cut it: about how many slices a plan may take at most, or pairs of
       a length and the tokens before it. The sequence is the second dimension of the sample. Layers that cannot run on slices have no
       slice costs, and a model of transformers that cannot is refused.
@@ -60,15 +63,16 @@ def profile(
     forward saves, and those kept for the deferred weight gradients; on a GPU also the workspace beyond that. Nothing of the model
     changes except its device.
     """
-    if warmup < 0 or repeats < 1:
-        raise ScheduleError(f"warmup={warmup}, repeats={repeats}: at least 0 and 1")
+    warmup, repeats = check_count("warmup", warmup, 0, error=ScheduleError), check_count("repeats", repeats, error=ScheduleError)
+    if progress is not None:
+        check_function("progress", progress, "progress(what, done, total)")
+    latency = parse_time(latency, "latency")
+    bandwidth = None if bandwidth is None else parse_rate(bandwidth, "bandwidth")
     split, sample, loss_fn, target = _open_hugging_face(model, split, sample, loss_fn, target)
     named = _name_layers(model, split)
     args, target = _move(device, named, (sample if isinstance(sample, tuple) else (sample,), target))
     loss, make_optimizer = Loss(loss_fn, "mean") if loss_fn is not None else None, _find_optimizer(optimizer)
-    sizes = list(dict.fromkeys(microbatch_sizes or [count_rows(args)]))
-    if min(sizes) < 1:
-        raise ScheduleError(f"microbatch_sizes={sizes}: a microbatch has at least 1 row")
+    sizes = list(dict.fromkeys(_check_sizes(microbatch_sizes) or [count_rows(args)]))
     meter = None if slices is None else _make_meter(model if isinstance(split, HuggingFace) else None, loss, args, slices)
 
     def measure(size: int) -> Profile:
@@ -100,6 +104,14 @@ def profile(
     tokens = None if meter is None else meter.tokens
     units = replace(first, time_unit="s", size_unit="B", source=source, keeps_output=True, tokens=tokens)
     return replace(units, latency=latency, bandwidth=bandwidth, variants=others)
+
+
+def _check_sizes(sizes: Any) -> list[int]:
+    if sizes is None:
+        return []
+    if isinstance(sizes, str) or not isinstance(sizes, Iterable):
+        raise ScheduleError(f"microbatch_sizes must be a list of numbers of rows, got {sizes!r}")
+    return [check_count("a microbatch size", size, error=ScheduleError) for size in sizes]
 
 
 def count_rows(sample: Any) -> int:
@@ -189,6 +201,8 @@ def _name_layers(model: Any, split: Any) -> list[tuple[str, nn.Module]]:
 
 def _find_optimizer(optimizer: Optimizer | str | None) -> Optimizer | None:
     if not isinstance(optimizer, str):
+        if optimizer is not None:
+            check_function("optimizer", optimizer, "optimizer(parameters)")
         return optimizer
     known: dict[str, Optimizer | None] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "none": None}
     if optimizer not in known:

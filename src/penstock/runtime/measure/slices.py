@@ -7,7 +7,7 @@ again for the gradients that later slices add to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -59,14 +59,17 @@ def list_places(tokens: int, slices: int) -> list[SlicePlace]:
     return list(dict.fromkeys([(half, 0), (half, half), (short, 0), (short, half), (short, tokens - short)]))
 
 
-def check_places(places: Sequence[SlicePlace], tokens: int) -> list[SlicePlace]:
+def check_places(places: Any, tokens: int) -> list[SlicePlace]:
     """Refuse slices that do not lie in the sequence, and too few to tell the tokens from their pairs."""
-    for length, prefix in places:
+    pairs = [] if isinstance(places, str) or not isinstance(places, Iterable) else list(places)
+    if not pairs or not all(isinstance(pair, (tuple, list)) and [type(item) for item in pair] == [int, int] for pair in pairs):
+        raise ScheduleError(f"slices must be a number of slices, or pairs of a length and the tokens before it, got {places!r}")
+    for length, prefix in pairs:
         if length < 1 or prefix < 0 or length + prefix > tokens:
             raise ScheduleError(f"a slice of {length} tokens after {prefix} does not lie in a sequence of {tokens}")
-    if len(set(places) | {(tokens, 0)}) < len(TIME_TERMS):
-        raise ScheduleError(f"{len(set(places))} slices are too few for a fit: measure at least 2 besides the whole sequence")
-    return list(dict.fromkeys(places))
+    if len({*map(tuple, pairs)} | {(tokens, 0)}) < len(TIME_TERMS):
+        raise ScheduleError(f"{len({*map(tuple, pairs)})} slices are too few for a fit: measure at least 2 besides the whole sequence")
+    return list(dict.fromkeys((length, prefix) for length, prefix in pairs))
 
 
 @dataclass

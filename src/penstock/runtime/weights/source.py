@@ -112,6 +112,14 @@ class WeightSource(Protocol):
 Weights = WeightSource | Sequence[WeightSource] | None
 
 
+def _list_sources(weights: Any) -> list[WeightSource]:
+    sources = [] if weights is None else [weights] if callable(weights) or not isinstance(weights, Iterable) else list(weights)
+    for source in sources:
+        if not callable(source):
+            raise WeightsError(f"weights must be a source, such as Safetensors(path), or a list of them, got {source!r}")
+    return sources
+
+
 def list_tensors(prefix: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All parameters and buffers of a module, under each of their names."""
     yield from module.named_parameters(prefix, remove_duplicate=False)
@@ -133,7 +141,7 @@ def give_weights(
         modules = {str(k): module for k, module in (model.items() if isinstance(model, Mapping) else enumerate(model))}
     rows = {id(tensor): shard for tensor, shard in ends if shard is not None and tensor.is_meta}
     owned = OwnedTensors(modules, frozenset(map(id, [*tensors, *(tensor for tensor, _ in ends)])), rows)
-    sources = [] if weights is None else [weights] if callable(weights) else list(weights)
+    sources = _list_sources(weights)
     for number, source in enumerate(sources):
         source(owned if number == 0 else owned.select_unset())
         owned.take_rows()
