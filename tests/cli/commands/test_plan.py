@@ -123,6 +123,7 @@ def test_a_cluster_is_read_from_a_file(run, profile, tmp_path):
     assert "--transformer: leave out latency and bandwidth, because --cluster has the links" in refused.err
 
 
+@pytest.mark.slow
 def test_a_vocabulary_on_a_cluster(run, tmp_path):
     (tmp_path / "cluster.toml").write_text(CLUSTER.partition("\n\n")[2])  # links that take no time
     sizes = {"layers": 8, "hidden": 64, "heads": 4, "sequence": 32, "vocabulary": 4000}
