@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -64,6 +65,22 @@ class Case:
                 timeline = ps.simulate(program, problem.costs)
                 if problem.fits(timeline):
                     yield problem.objective(timeline), problem
+
+    def find_least(self, names: Sequence[str]) -> float | None:
+        """The least time of `list_timed`, if any fits. No schedule takes less than the work of the slowest rank, which ends the search."""
+        by_placement: dict[ps.Placement, list[ps.Program]] = {}
+        for name in names:
+            schedule = ps.schedule(name, len(self.cluster), self.microbatches)
+            by_placement.setdefault(schedule.placement, []).append(ps.lower(schedule))
+        least = None
+        for placement, programs in by_placement.items():
+            for problem in sorted(self.list_problems(placement), key=lambda problem: problem.work):
+                if least is not None and problem.work >= least:
+                    break
+                for timeline in (ps.simulate(program, problem.costs) for program in programs):
+                    if problem.fits(timeline):
+                        least = min(problem.objective(timeline), math.inf if least is None else least)
+        return least
 
 
 def build_schedule(problem: Problem, jobs: tuple[Job, ...]) -> ps.Schedule:

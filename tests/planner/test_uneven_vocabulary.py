@@ -16,7 +16,7 @@ import penstock as ps
 from penstock.errors import FileFormatError
 from penstock.planner.partition.assignment import Assignment
 from penstock.planner.partition.stage_costs import stage_costs
-from penstock.planner.problem import Problem
+from penstock.planner.problem import SLACK, Problem
 from penstock.planner.profile.vocabulary import list_row_parts, spread_ends
 
 PARTS = 6
@@ -66,16 +66,25 @@ class Case:
             shape = profile, ps.Placement.linear(ranks), self.microbatches, sizes, (False,) * ranks
             yield Problem.cut(*shape, limits, True, True, (), assignment)
 
-    def find_best(self) -> float:
-        """The least time of either schedule with its vocabulary spread, of those that fit."""
-        best = float("inf")
-        for name in ("1f1b", "zb-h1"):
-            plain = ps.schedule(name, len(self.cluster), self.microbatches)
-            for problem in self.list_problems():
-                if problem.work < best:
-                    timeline = problem.evaluate(ps.spread_vocabulary(plain, problem.costs))
-                    best = min(best, problem.objective(timeline)) if problem.fits(timeline) else best
+    def find_best(self, below: float = float("inf")) -> float:
+        """The least time of either schedule with its vocabulary spread, of those that fit; `below` if no way takes less than that.
+
+        No schedule takes less than the work of the slowest rank, so the ways with the least work come first and the others end the search.
+        """
+        best, plain = below, [ps.schedule(name, len(self.cluster), self.microbatches) for name in ("1f1b", "zb-h1")]
+        for problem in sorted(filter(_holds_one, self.list_problems()), key=lambda problem: problem.work):
+            if problem.work >= best:
+                break
+            for schedule in plain:
+                timeline = problem.evaluate(ps.spread_vocabulary(schedule, problem.costs))
+                best = min(best, problem.objective(timeline)) if problem.fits(timeline) else best
         return best
+
+
+def _holds_one(problem: Problem) -> bool:
+    """Whether each rank, with one stage, has memory for the activation of one microbatch, which it holds at some time in any order."""
+    held = (static + problem.costs.of_stage("activation", rank) for rank, static in enumerate(problem.static_memory))
+    return all(size <= limit * (1 + SLACK) for size, limit in zip(held, problem.limits, strict=True))
 
 
 @pytest.mark.parametrize("seed", [1, 8, 14, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 60))])
@@ -83,23 +92,27 @@ def test_no_equal_parts_of_the_rows_are_much_faster_than_the_plan(seed: int) -> 
     """Of all orders of the devices, partitions and rows in sixths, with the order of actions that the pass makes for them."""
     case = Case.draw(random.Random(seed), limited=False)
     plan = ps.plan(case.profile, **case.asked, vocabulary=True)
-    best = case.find_best()
+    best = case.find_best(plan.objective)
     assert plan.overall_bound <= best * (1 + 1e-9)
     assert plan.objective <= best * 1.02
     assert plan.objective <= ps.plan(case.profile, **case.asked).objective * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", [1, 3, 22, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(60, 90))])
+LIMITED = [seed for seed in range(60, 90) if seed not in (64, 71, 76, 81, 84)]
+"""Without five in which, as in 61 and 63, a plan fits but none of the ways of three ranks: only the memory of the plan is left to check."""
+
+
+@pytest.mark.parametrize("seed", [1, 3, 22, *(pytest.param(seed, marks=pytest.mark.slow) for seed in LIMITED)])
 def test_what_fits_in_the_memory_of_each_device_is_found(seed: int) -> None:
     """Limits that leave little room: if any of the same ways fits, there is a plan, and no device has more than its memory."""
     case = Case.draw(random.Random(seed), limited=True)
-    best = case.find_best()
     try:
         plan = ps.plan(case.profile, **case.asked, vocabulary=True)
     except ps.PlanError:
-        assert best == float("inf")
+        assert case.find_best() == float("inf")
         return
-    assert plan.overall_bound <= min(best, plan.objective) * (1 + 1e-9)
+    assert plan.overall_bound <= plan.objective * (1 + 1e-9)
+    assert plan.overall_bound <= case.find_best(plan.overall_bound) * (1 + 1e-9)
     peaks = zip(plan.predicted.peak_memory, plan.devices, strict=True)
     assert all(peak <= (case.cluster.devices[device].size or 0.0) * (1 + 1e-9) for peak, device in peaks)
 

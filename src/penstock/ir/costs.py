@@ -142,15 +142,14 @@ class Costs:
     """How many times `logits` each rank holds."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "contention":
+        for name, value in list(vars(self).items()):
+            if name == "contention":
                 if value not in CONTENTION:
                     raise CostsError(f"contention must be one of {', '.join(CONTENTION)}, got {value!r}")
-            elif field.name in _LINKS:
-                self._check_link_field(field.name, value)
-            elif value is not None or field.name not in _OPTIONAL:
-                object.__setattr__(self, field.name, _check_value(field.name, value))
+            elif name in _LINKS:
+                self._check_link_field(name, value)
+            elif value is not None or name not in _OPTIONAL:
+                object.__setattr__(self, name, _check_value(name, value))
         for name in _MULTIPLES.values():
             self._check_multiples(name)
         if self.host_bandwidth == 0:
@@ -302,6 +301,8 @@ class Costs:
         >>> Costs(latency=[[0, 1], [2, 0]], bandwidth=[[None, 8], [None, None]]).with_slowest_link().bandwidth
         8.0
         """
+        if self.lanes is None and not isinstance(self.latency, tuple) and not isinstance(self.bandwidth, tuple):
+            return self
         latency, bandwidth = float(self._rates[0].max()), float(self._rates[1].min())
         shared: dict[str, Any] = {} if self.lanes is None else {"contention": "independent", "lanes": None}
         return replace(self, latency=latency, bandwidth=None if bandwidth == float("inf") else bandwidth, **shared)
@@ -416,6 +417,8 @@ def _is_valid(values: NDArray[np.float64]) -> bool:
 
 
 def _check_value(name: str, value: Any, depth: int = 0) -> Any:
+    if type(value) is float:
+        return check_number(name, value)
     if hasattr(value, "tolist"):
         if depth == 0 and name in _PER_ACTION and getattr(value, "ndim", 0) == 2 and value.dtype == float and _is_valid(value):
             return tuple(map(tuple, value.tolist()))
@@ -426,6 +429,8 @@ def _check_value(name: str, value: Any, depth: int = 0) -> Any:
         nested = *_PER_ACTION, *_MULTIPLES.values()
         if depth == 2 or (depth == 1 and not name.startswith(tuple(f"{field}[" for field in nested))):
             raise CostsError(f"{name} must be a number, got {value!r}")
+        if all(type(item) is float and 0 <= item <= sys.float_info.max for item in value):
+            return tuple(value)
         return tuple(_check_value(f"{name}[{k}]", v, depth + 1) for k, v in enumerate(value))
     return check_number(name, value)
 

@@ -425,6 +425,8 @@ class Linker:
 
     def _find_entries(self, *kinds: Kind) -> Ints:
         """The entries of these kinds, inside the counts."""
+        if self.rows.kinds.isdisjoint(kinds):
+            return np.zeros(0, dtype=np.int64)
         return np.flatnonzero(self.rows.is_kind(*kinds) & self._inside)
 
     @cached_property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,15 @@ from penstock.ir.action import Action, pack_action, unpack_actions, unpack_code,
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+
+
+@cache
+def _flag_kinds(kinds: tuple[int, ...]) -> Flags:
+    """For the number of every kind, whether it is one of these."""
+    flags = np.zeros(codes.MAX_KINDS, dtype=np.bool_)
+    flags[list(kinds)] = True
+    flags.flags.writeable = False
+    return flags
 
 
 def find_first(keys: Ints, entries: Ints, size: int) -> Ints:
@@ -117,11 +126,14 @@ class Rows:
         """The index of each entry's group in its rank's row: the place that findings and excerpts name."""
         return np.asarray(self.group - self.group_offsets[self.rank], dtype=np.int64)
 
+    @cached_property
+    def kinds(self) -> frozenset[int]:
+        """The kinds that any entry is of."""
+        return frozenset(np.flatnonzero(np.bincount(self.kind)).tolist())
+
     def is_kind(self, *kinds: int) -> Flags:
         """Whether each entry is of one of the kinds."""
-        flags = np.zeros(codes.MAX_KINDS, dtype=np.bool_)
-        flags[list(kinds)] = True
-        return np.asarray(flags[self.kind])
+        return np.asarray(_flag_kinds(kinds)[self.kind])
 
     def action_at(self, entry: int) -> Action:
         """The whole action that an entry is part of."""

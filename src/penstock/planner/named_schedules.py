@@ -444,11 +444,15 @@ def share_again(candidate: Candidate) -> Candidate:
     if candidate.problem.cluster is None or not candidate.problem.is_spread:
         return candidate
     ways = (True, False) if candidate.problem.memory_limit is not None else (True,)
-    return _pick_best([candidate, *(trial for layers in ways for trial in _share_within_memory(candidate, layers))])
+    known: dict[tuple[float, ...], Candidate] = {}
+    return _pick_best([candidate, *(trial for layers in ways for trial in _share_within_memory(candidate, layers, known))])
 
 
-def _share_within_memory(last: Candidate, layers: bool) -> Iterator[Candidate]:
-    """Rows that even out the layers, or that take as long on all ranks, in the memory that was free the time before."""
+def _share_within_memory(last: Candidate, layers: bool, known: dict[tuple[float, ...], Candidate]) -> Iterator[Candidate]:
+    """Rows that even out the layers, or that take as long on all ranks, in the memory that was free the time before.
+
+    `known` are the trials by their rows: both ways often come to the same ones.
+    """
     for _ in range(_ROUNDS):
         problem = last.problem
         assert problem.profile is not None
@@ -457,10 +461,16 @@ def _share_within_memory(last: Candidate, layers: bool) -> Iterator[Candidate]:
         rows = problem.rows or equal
         free = [limit - peak for limit, peak in zip(problem.limits, last.timeline.peak_memory, strict=True)]
         most = [max(part + room / held, 0.0) if held else 1.0 for part, room in zip(rows, free, strict=True)]
-        again = problem.balance_rows(most, layers)
-        if again is None or max(abs(one - other) for one, other in zip(again.rows or equal, rows, strict=True)) < _FASTER:
+        again = problem.find_rows(most, layers)
+        if again is None:
             return
-        last = last.retime(again)
+        assert problem.assignment is not None
+        parts = problem.assignment.take_rows(again).rows or equal
+        if max(abs(one - other) for one, other in zip(parts, rows, strict=True)) < _FASTER:
+            return
+        if again not in known:
+            known[again] = last.retime(problem.share_rows(again))
+        last = known[again]
         yield last
 
 

@@ -100,15 +100,19 @@ class Problem:
         return Problem.cut(*shape, self.memory_limit, self.barrier, self.split, self.lengths, self.assignment.take_rows(rows))
 
     def balance_rows(self, most: Sequence[float] = (), layers: bool = True) -> Problem | None:
-        """The same stages with the rows shared out so that the slowest rank has least to do on its rows, with `layers` on its stages too.
+        """The same stages with the rows of `find_rows`; None if there are none."""
+        rows = self.find_rows(most, layers)
+        return None if rows is None else self.share_rows(rows)
+
+    def find_rows(self, most: Sequence[float] = (), layers: bool = True) -> tuple[float, ...] | None:
+        """The part of the rows of each rank with which the slowest has least to do on its rows, with `layers` on its stages too.
 
         `most` is the largest part of the rows that each rank has memory for; None if these do not hold all rows.
         """
         assert self.profile is not None
         loads = np.bincount(self.placement.copies[0], layers * self._stage_times, self.ranks)
         shares = list_rank_shares(self.profile, self.ranks, self.cluster)
-        rows = share_rows([self.ranks * sum(layer.time for layer in own) for own in shares], most, loads.tolist())
-        return self.share_rows(rows) if rows else None
+        return share_rows([self.ranks * sum(layer.time for layer in own) for own in shares], most, loads.tolist()) or None
 
     def move(self, other: Problem, host_limits: tuple[float, ...] | None) -> Problem:
         """The same model on other devices, whose ranks have these limits of host memory: a problem of the same kind as this one."""

@@ -90,6 +90,8 @@ def shorten(value: Any) -> str:
 
 def check_number(name: str, value: Any) -> float:
     """Give a finite number of at least 0 as a float; refuse anything else."""
+    if type(value) is float and 0 <= value <= sys.float_info.max:
+        return value  # the most common by far
     if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
         value = value.item()  # a NumPy scalar
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -130,6 +130,7 @@ def test_a_plan_does_not_replace_its_profile(refused, profile):
     assert profile.read_text() == before
 
 
+@pytest.mark.slow
 def test_a_vocabulary_on_a_cluster(run, tmp_path):
     (tmp_path / "cluster.toml").write_text(CLUSTER.partition("\n\n")[2])  # links that take no time
     sizes = {"layers": 8, "hidden": 64, "heads": 4, "sequence": 32, "vocabulary": 4000}

@@ -88,7 +88,7 @@ class Speeds:
     @property
     def is_one(self) -> bool:
         """Whether everything takes as long as the profile says."""
-        return self == Speeds()
+        return self.f == self.i == self.w == self.optimizer == 1.0
 
     def on_layer(self, layer: int) -> tuple[float, float, float, float]:
         """The speeds of f, i, w and the optimizer on a layer."""

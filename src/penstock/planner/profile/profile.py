@@ -75,8 +75,8 @@ class Layer:
         slices: Any = self.slices  # also a table, as in files
         if slices is not None and not isinstance(slices, SliceCosts):
             object.__setattr__(self, "slices", SliceCosts.from_json(slices))
-        for field in fields(self)[1:-1]:
-            object.__setattr__(self, field.name, _parse_size(field.name, getattr(self, field.name), text=field.name not in TIMES + ONCE))
+        for name, value in list(vars(self).items())[1:-1]:
+            object.__setattr__(self, name, _parse_size(name, value, text=name not in TIMES + ONCE))
 
     @property
     def time(self) -> float:
