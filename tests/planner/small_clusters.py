@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -58,29 +57,15 @@ class Case:
 
     def list_timed(self, names: Sequence[str]) -> Iterator[tuple[float, Problem]]:
         """Every order of the devices with every partition under each of these schedules that fits, and how long it takes."""
-        for name in names:
-            schedule = ps.schedule(name, len(self.cluster), self.microbatches)
-            program = ps.lower(schedule)
-            for problem in self.list_problems(schedule.placement):
-                timeline = ps.simulate(program, problem.costs)
-                if problem.fits(timeline):
-                    yield problem.objective(timeline), problem
-
-    def find_least(self, names: Sequence[str]) -> float | None:
-        """The least time of `list_timed`, if any fits. No schedule takes less than the work of the slowest rank, which ends the search."""
         by_placement: dict[ps.Placement, list[ps.Program]] = {}
         for name in names:
             schedule = ps.schedule(name, len(self.cluster), self.microbatches)
             by_placement.setdefault(schedule.placement, []).append(ps.lower(schedule))
-        least = None
         for placement, programs in by_placement.items():
-            for problem in sorted(self.list_problems(placement), key=lambda problem: problem.work):
-                if least is not None and problem.work >= least:
-                    break
+            for problem in self.list_problems(placement):
                 for timeline in (ps.simulate(program, problem.costs) for program in programs):
                     if problem.fits(timeline):
-                        least = min(problem.objective(timeline), math.inf if least is None else least)
-        return least
+                        yield problem.objective(timeline), problem
 
 
 def build_schedule(problem: Problem, jobs: tuple[Job, ...]) -> ps.Schedule:

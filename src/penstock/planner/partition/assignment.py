@@ -276,9 +276,14 @@ class OrderScores:
 
     def _share_work(self, orders: Ints) -> Floats:
         """The load of every rank if layers could be divided: partners are as fast as the slowest of them."""
-        whole = np.array([self._runs.on(device).times[False][0, -1] for device in self.cluster.devices])
-        slowest = [len(ranks) / whole[orders[:, ranks]].max(axis=1) for ranks in self.placement.partners]
-        return np.asarray(1.0 / np.sum(slowest, axis=0))
+        with np.errstate(divide="ignore"):  # if layers take no time
+            rates = [len(ranks) / self._times_of_all[orders[:, ranks]].max(axis=1) for ranks in self.placement.partners]
+            return np.asarray(1.0 / np.sum(rates, axis=0))
+
+    @cached_property
+    def _times_of_all(self) -> Floats:
+        """The time of a microbatch on all layers, by device."""
+        return np.array([self._runs.on(device).times[False][0, -1] for device in self.cluster.devices])
 
     def fold(self, first: int) -> Order:
         """An order from this device on in which partners exchange gradients quickly, and then neighbours messages."""
