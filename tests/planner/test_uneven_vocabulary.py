@@ -87,7 +87,7 @@ def _holds_one(problem: Problem) -> bool:
     return all(size <= limit * (1 + SLACK) for size, limit in zip(held, problem.limits, strict=True))
 
 
-@pytest.mark.parametrize("seed", [1, 8, 14, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 60))])
+@pytest.mark.parametrize("seed", [1, 8, 14, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 60, 2))])
 def test_no_equal_parts_of_the_rows_are_much_faster_than_the_plan(seed: int) -> None:
     """Of all orders of the devices, partitions and rows in sixths, with the order of actions that the pass makes for them."""
     case = Case.draw(random.Random(seed), limited=False)
@@ -98,8 +98,8 @@ def test_no_equal_parts_of_the_rows_are_much_faster_than_the_plan(seed: int) -> 
     assert plan.objective <= ps.plan(case.profile, **case.asked).objective * (1 + 1e-9)
 
 
-LIMITED = [seed for seed in range(60, 90) if seed not in (64, 71, 76, 81, 84)]
-"""Without five in which, as in 61 and 63, a plan fits but none of the ways of three ranks: only the memory of the plan is left to check."""
+LIMITED = [61, 63, *(seed for seed in range(60, 90, 2) if seed not in (64, 76, 84))]
+"""Without some in which, as in 61 and 63, a plan fits but none of the ways of three ranks: only the memory of the plan is left to check."""
 
 
 @pytest.mark.parametrize("seed", [1, 3, 22, *(pytest.param(seed, marks=pytest.mark.slow) for seed in LIMITED)])
