@@ -1,9 +1,9 @@
 """Lanes: the collectives that all ranks of a pipeline join, beside their computation and in the order in which they are joined.
 
 A collective is a generator. It computes a rank's part, yields an `Exchange` where it needs the values of other ranks, gets the result
-back, and returns what the rank shall have. All ranks join the same collectives in the same order, so their exchanges fit together. A
-`ProcessLane` runs the generators of one process in a thread. A `ThreadLane` belongs to a virtual rank: the last rank to join a collective
-runs the generators of all ranks side by side, so that no thread waits for another.
+back, and returns the rank's result. All ranks join the same collectives in the same order, so their exchanges fit together. A `ProcessLane`
+runs the generators of one process in a thread. A `ThreadLane` belongs to a virtual rank: the last rank to join a collective runs the
+generators of all ranks side by side, so that no thread waits for another.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Largest(NamedTuple):
 
 Exchange = Broadcast | Sum | Largest
 Collective = Generator[Exchange, Tensor, Any]
-"""Yields exchanges, gets their results, and returns what this rank has of the collective."""
+"""Yields exchanges, gets their results, and returns the result of this rank."""
 
 
 def exchange_nothing(value: Any = None) -> Collective:
@@ -111,9 +111,9 @@ class CollectiveLane(ABC):
         return value
 
     def settle(self) -> None:
-        """Wait until all collectives that this rank has joined have ended."""
+        """Wait until all collectives that this rank has joined have ended, and raise the error of the last one."""
         if self._last is not None:
-            wait([self._last])
+            self._wait_for(self._last)
 
     @abstractmethod
     def _submit(self, steps: Collective, tensors: Sequence[Tensor]) -> Future[tuple[Any, Any]]:
@@ -278,20 +278,20 @@ class MeetingPoint:
             part.future.set_result((value, done))
 
 
-def _run_side_by_side(collective: Sequence[Collective]) -> list[Any]:
+def _run_side_by_side(parts: Sequence[Collective]) -> list[Any]:
     """What the generators of all ranks return: each runs up to its next exchange, then the exchange is made."""
-    results: list[Any] = [None] * len(collective)
+    results: list[Any] = [None] * len(parts)
     while True:
         exchanges: list[Exchange] = []
         values = []
-        for steps, result in zip(collective, results, strict=True):
+        for steps, result in zip(parts, results, strict=True):
             try:
                 exchanges.append(steps.send(result))
             except StopIteration as end:
                 values.append(end.value)
         if not exchanges:
             return values
-        results = _exchange_values(exchanges, len(collective))
+        results = _exchange_values(exchanges, len(parts))
 
 
 def _exchange_values(exchanges: Sequence[Exchange], ranks: int) -> list[Tensor]:
